@@ -1,4 +1,6 @@
-"""Every public function and class has an example in its docstring, and the example gives the shown output on a CPU."""
+"""Every public function and class has an example in its docstring. The examples run on a CPU and
+print what they show.
+"""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""Names in documents exist, examples run, and tables match the result files."""
+"""Tests of the documentation: files, names and flags in the text exist, examples run, and tables match result files."""
 
 import contextlib
 import functools
@@ -43,7 +43,9 @@ FOREIGN_FILES = (
     *("config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
     *("ids.json", "out.json", "run.png", "sample.json", "<device>.json"),
 )
-"""Endings of names of files that users have or that commands write."""
+"""Ends of file names that documents mention and that are not in the repository: files of users or
+output of commands.
+"""
 
 
 def relative(page: Path) -> str:
@@ -70,7 +72,7 @@ def anchors(file: Path) -> frozenset[str]:
 
 @functools.cache
 def existing_files() -> frozenset[str]:
-    """Return the path of every file from the root, and each suffix of the path that starts after a slash."""
+    """Return the path of every file relative to the repository, and all parts of the path that start after a slash."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     found += [path for path in ROOT.iterdir() if path.is_file()]
     names = set()
@@ -81,7 +83,7 @@ def existing_files() -> frozenset[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the file names in inline code that match neither a path from the root nor the end of a path."""
+    """Return the file names in inline code that are neither a path of the repository nor the end of a path."""
     named = [name for code in CODE.findall(text) for name in FILE.findall(code)]
     return [
         n
@@ -178,7 +180,9 @@ def test_results_have_device_versions_commit_and_date(result):
 
 
 def test_every_result_file_is_linked_from_a_page() -> None:
-    """Remove a result file that no table, chart or page uses. The git history still has it."""
+    """If this test fails, link the result file from a page, or remove a file that no page uses. The git history keeps
+    it.
+    """
     pages = "".join(page.read_text() for page in PAGES)
     files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
     assert [relative(path) for path in files if f"/{path.name})" not in pages] == []
@@ -192,7 +196,7 @@ def test_api_page_lists_all_public_names():
     exported.remove("parallel")
     source = (ROOT / "pallas_attn" / "parallel.py").read_text()
     exported += re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, flags=re.MULTILINE)
-    exported += set(cache.__all__) - {"Prefix"}  # an alias of a type
+    exported += set(cache.__all__) - {"Prefix"}  # an alias of a type, which the API page does not list
     assert sorted(listed) == sorted(exported)
 
 
@@ -216,12 +220,12 @@ COMMON_FILES = (
     "portable/arguments.py",
     "mosaic/primitives/basics.py",
 )
-"""Files that every call uses. The reading orders leave them out."""
+"""Library files that every call uses. The lists of files in the documentation of kernels leave them out."""
 TILE_INSTRUCTIONS = ("copy_gmem_to_smem", "copy_smem_to_gmem", "wgmma", "tcgen05_mma", "async_load_tmem")
 
 
 def traced_calls() -> dict[str, Callable[[], Any]]:
-    """Return calls that Mosaic kernels support, by name."""
+    """Return functions that run a call with a Mosaic kernel, by name."""
     ints = functools.partial(jnp.array, dtype=jnp.int32)
     tables, lens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), ints([400, 30])
     kv_spec = pallas_attn.kv_cache_spec(num_pages=16, page_size=64, num_kv_heads=2, head_dim=128, dtype=jnp.bfloat16)
@@ -243,9 +247,10 @@ def traced_calls() -> dict[str, Callable[[], Any]]:
 
 
 def files_of_the_main_loop(call: Callable[[], Any]) -> set[str]:
-    """Trace a call, and return the library files on the call stack of any instruction that copies or multiplies a tile.
+    """Trace a call. Return the library files that are on the call stack while an instruction that copies or multiplies
+    a tile is traced.
 
-    `COMMON_FILES` and the kernel of `plan_decode` are left out.
+    The result has neither `COMMON_FILES` nor files of the kernel of `plan_decode`.
     """
     root, found = f"{ROOT / 'pallas_attn'}/", set()
 
@@ -266,7 +271,9 @@ def files_of_the_main_loop(call: Callable[[], Any]) -> set[str]:
 
 
 def reading_orders(page: str) -> str:
-    """Return the text of all sections "Reading order" of a page."""
+    """Return the text of all sections "Reading order" of a page. They list the files of a kernel for readers of its
+    code.
+    """
     text = (ROOT / "docs" / "kernels" / page).read_text()
     return "".join(re.findall(r"^#+ Reading order\n(.*?)(?=^#)", text, flags=re.MULTILINE | re.DOTALL))
 

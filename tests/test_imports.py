@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
 IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b|composition\b)(\w+)$")
-"""Any module in the folder of an operation, except its configuration, call object and composition of operations."""
+"""Names of modules that implement an operation: all modules in its folder, except configuration, call object (the
+checked arguments of a call) and composition of other operations.
+"""
 
 
 # --- reading imports
@@ -34,7 +36,7 @@ class Import:
 
     @property
     def target(self) -> str:
-        """Dotted name of the import: the module, or `module.name`, which may be a module too."""
+        """Return the dotted name of the import: `module`, or `module.name`, which may be a module too."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
 
@@ -104,19 +106,23 @@ def implementations_are_not_imported(module: str, imports: list[Import]) -> Foun
 
 
 def are_same_implementation(module: str, other: str) -> bool:
-    """Return whether two modules belong to one implementation of one operation: mosaic_sm90.py and mosaic_rows.py."""
+    """Return whether two modules belong to one implementation of an operation, such as mosaic_sm90.py and
+    mosaic_rows.py.
+    """
     (folder, name), (other_folder, other_name) = module.rsplit(".", 1), other.rsplit(".", 1)
     return folder == other_folder and name.split("_")[0] == other_name.split("_")[0]
 
 
 def is_module(target: str) -> bool:
-    """Return whether a dotted name is a module. Functions that the package of an operation defines are not."""
+    """Return whether a dotted name is a module or package, and not a function or class that a package defines."""
     path = ROOT / target.replace(".", "/")
     return path.with_suffix(".py").exists() or path.is_dir()
 
 
 def calls_import_only_types_and_checks(module: str, imports: list[Import]) -> Found:
-    """A call object validates shapes. It must be importable before any operation."""
+    """A module `call` defines the call object of an operation, which validates arguments. It may import only modules
+    that import no operation.
+    """
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
         return
     allowed = "types", "checks", "ops.call_base", "portable.schedule", "portable.quantise"
@@ -150,7 +156,10 @@ def cache_and_scheduler_do_not_import_jax(module: str, imports: list[Import]) ->
 
 
 def models_and_scripts_use_public_names(module: str, imports: list[Import]) -> Found:
-    """Exception: benchmarks may import `runtime.tuning` to read and replace the configurations of a call."""
+    """`models` and `scripts` import only public names of the library.
+
+    Exception: benchmarks may import `runtime.tuning` to read and replace the configurations of a call.
+    """
     if not module.startswith(("models", "scripts")):
         return
     for i in imports:
@@ -196,7 +205,7 @@ MODEL_PACKAGES = {
     "models.checkpoints": ("models.config", "models.decoder"),
     "models.engine": ("models.config", "models.decoder"),
 }
-"""Packages of `models`, and the packages that each may import."""
+"""For each package of `models`: the other packages of `models` that it may import."""
 
 
 def model_packages_import_lower_packages(module: str, imports: list[Import]) -> Found:
@@ -216,7 +225,7 @@ def library_does_not_import_models(module: str, imports: list[Import]) -> Found:
 
 
 def nothing_imports_scripts_or_tests(module: str, imports: list[Import]) -> Found:
-    """Exceptions: scripts import scripts, and tests import scripts and tests."""
+    """Only scripts and tests import scripts, and only tests import tests."""
     for i in imports:
         if i.reaches("scripts") and not module.startswith(("scripts", "tests")):
             yield i.line, f"imports {i.target}; only scripts and tests import scripts"
@@ -252,11 +261,13 @@ BANNED = {
 }
 
 ALLOWED = ("pallas_attn.portable.arguments", "custom_jvp")
-"""Exception: the function that raises the error for missing gradients."""
+"""The only module that may use a banned name: it uses `custom_jvp` to raise an error if a caller asks for gradients."""
 
 
 def banned_constructs(module: str, tree: ast.Module) -> Found:
-    """Yield banned names, private attributes of the library, relative imports, and `assert` as validation."""
+    """Yield violations: banned names, private attributes of the library, relative imports, and `assert` in code that is
+    not a test.
+    """
     public = public_names("pallas_attn") | {"cache", "__version__"}
     for node in ast.walk(tree):
         match node:
@@ -328,7 +339,7 @@ UNIQUE_IN = ("pallas_attn", "models", "scripts")
 
 
 def repeated_classes(sources: dict[str, str], packages: tuple[str, ...] = UNIQUE_IN) -> list[str]:
-    """Return each repeated class name with its modules. At least one module is in `packages`."""
+    """Return each class name that several modules define, with the modules. At least one of them is in `packages`."""
     modules: dict[str, list[str]] = {}
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):

@@ -24,7 +24,7 @@ def test_command() -> None:
 
 
 def chosen() -> dict[str, str]:
-    """Return the implementation of each operation in the table."""
+    """Return the implementation of each operation in the table that the report prints."""
     printed = list(report.lines())
     table = printed[printed.index("") + 2 :]
     return dict(line.split()[:2] for line in table if not line.startswith(" "))

@@ -31,7 +31,7 @@ from tests.kit.slow_cases import slow_cases
 PS, COLUMNS, PAGES = 4, 7, 16
 """Page size, columns of a table (which 2 and 4 devices do not divide), and pages of each device."""
 KV_LENS = np.array([0, 1, 4, 5, 17, 28], np.int32)
-"""Rows with no tokens, with pages on the first device only, with a partly filled page, and with full tables."""
+"""Tokens of each sequence: no tokens, pages on the first device only, a partly filled page, and a full block table."""
 B, HQ, HKV, D, R = len(KV_LENS), 8, 4, 16, 8
 
 
@@ -46,7 +46,10 @@ def values(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> j
 
 
 def dealt_tables(rng: np.random.Generator, devices: int, heads: int = 1) -> np.ndarray:
-    """Return tables whose entry j is a page of device j % devices, or a row id of such a page per head."""
+    """Return block tables whose entry j is a page of device j % devices.
+
+    With several `heads`, return head-wise tables, whose entries are row ids: page id times heads plus head.
+    """
     free = [list(rng.permutation(PAGES) + device * PAGES) for device in range(devices)]
     tables = np.full((B, COLUMNS), PAGE_NONE, np.int32)
     for row, kv_len in enumerate(KV_LENS):
@@ -62,7 +65,7 @@ def dealt_tables(rng: np.random.Generator, devices: int, heads: int = 1) -> np.n
 
 
 def cache_of(kind: str, rng: np.random.Generator, devices: int) -> Any:
-    """Return caches with the pages of all devices."""
+    """Return a cache that has the pages of all devices."""
     if kind == "latent":
         return PagedLatent(values(rng, devices * PAGES, PS, D + R))
     if kind == "latent, 8 bits":
@@ -108,7 +111,7 @@ CASES = {
 
 
 def _named() -> list[Any]:
-    """Cases on each number of devices. Every run has each case once, on 2 or 4 devices; other combinations are slow."""
+    """Return each case with 1, 2 and 4 devices. One of the combinations with 2 or 4 devices has no mark `slow`."""
     in_every_run = set(zip(itertools.cycle((2, 4)), CASES, strict=False))
     in_every_run.remove((2, "bf16, float32 exchanged"))  # "bf16" runs the same exchange in another dtype
     return [
@@ -169,7 +172,8 @@ def test_one_exchange_and_no_gather(devices: int) -> None:
 def test_page_on_the_wrong_device_is_invisible() -> None:
     rng = np.random.default_rng(0)
     cache, tables = cache_of("f32", rng, 2), dealt_tables(rng, 2)
-    strayed = np.where(np.arange(COLUMNS) == 1, tables - PAGES, tables)  # entries of device 1 name pages of device 0
+    # Column 1 belongs to device 1, but has pages of device 0.
+    strayed = np.where(np.arange(COLUMNS) == 1, tables - PAGES, tables)
 
     def part(tables: Any, lens: Any, cache: Any) -> Any:
         own = parallel.context_part(tables, lens, cache, axis="context")
@@ -181,12 +185,12 @@ def test_page_on_the_wrong_device_is_invisible() -> None:
     np.testing.assert_array_equal(own[0], np.where(tables[:, 0::2] < 0, PAGE_NONE, tables[:, 0::2]))
     np.testing.assert_array_equal(own[1, :, 0], PAGE_NONE)
     np.testing.assert_array_equal(own[1, :, 1:3], np.where(tables[:, 3::2] < 0, PAGE_NONE, tables[:, 3::2] - PAGES))
-    np.testing.assert_array_equal(own[1, :, 3], PAGE_NONE)  # the eighth column, which the tables do not have
+    np.testing.assert_array_equal(own[1, :, 3], PAGE_NONE)  # column 7, which the tables do not have
     np.testing.assert_array_equal(lens, [[0, 1, 4, 4, 9, 16], [0, 0, 0, 1, 8, 12]])
 
 
 def test_lengths_beyond_the_table_are_clipped() -> None:
-    """Clipping is per query, as on one device."""
+    """A length beyond the block table is clipped in the same way as on one device, also with several queries."""
     rng = np.random.default_rng(0)
     cache, lens = cache_of("f32", rng, 2), jnp.asarray(np.where(KV_LENS == 28, 2**31 - 1, KV_LENS), jnp.int32)
     tables, (q,) = jnp.asarray(dealt_tables(rng, 2)), queries_of(cache, rng, 3)
@@ -219,10 +223,11 @@ def test_writes_to_split_pages() -> None:
 @slow_cases("int8-group")
 @pytest.mark.parametrize(
     "kind",
-    ["f32", pytest.param("int8-head", marks=pytest.mark.slow), "int8-group"],  # test_sharded_calls.py has static scales
+    # `make test` tests static scales in tests/runtime/test_sharded_calls.py.
+    ["f32", pytest.param("int8-head", marks=pytest.mark.slow), "int8-group"],
 )
 def test_heads_over_devices(kind: str) -> None:
-    """Each device makes a plan for its part."""
+    """Query and KV heads are split over four devices. Each device makes a plan for its heads, and decodes with it."""
     rng = np.random.default_rng(0)
     cache, tables = cache_of(kind, rng, 1), dealt_tables(rng, 1)
     (q,), sinks = queries_of(cache, rng, 1), values(rng, HQ)

@@ -1,4 +1,4 @@
-"""Communication model: its arithmetic, and its table in the documents."""
+"""Tests of the communication model for several GPUs: its arithmetic, and its table in the documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A prefix cache with its page pools and sequences, for tests.
 
-A batch slot is the index of a running sequence in the pools' tables. A row is a page of one KV head.
+A batch slot is the index of a running sequence in the tables of the pools. A row is one page of one KV head. A cache
+group is a set of layers with equal windows; it has a pool of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def head_window(heads: Heads) -> HeadWindow:
 def make_pools(
     groups: list[tuple[int, Heads]], *, page_size: int = PAGE_SIZE, max_num_seqs: int = 8, max_pages: int = 8
 ) -> GroupPools:
-    """Return pools with a group of layers for each (number of rows, heads) of `groups`."""
+    """Return the pools of cache groups. `groups` has the number of rows and the heads of each group."""
     sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": max_pages}
     return GroupPools([HeadPagePool(num_rows, head_window(heads), **sizes) for num_rows, heads in groups])
 

@@ -1,7 +1,8 @@
 """Property tests of the page pools of cache groups and of the prefix cache.
 
 The tests run random operations and compare the pools with a simple model, which checks every visible token after each
-operation. A row is a page of one KV head. A lane is one head of one cache group.
+operation. A row is one page of one KV head. A cache group is a set of layers with equal windows, and a lane is one KV
+head of one cache group. A batch slot is the index of a running sequence in the tables of the pools.
 """
 
 import itertools
@@ -23,13 +24,14 @@ MAX_PAGES = 7
 SALTS = ("", "a")
 
 Lane = tuple[int, int]  # indices of a cache group and of a head in it
-Text = tuple[str, tuple[int, ...]]  # salt and first tokens of a sequence, which identify a cached value
+# Salt and first tokens of a sequence. They identify the key and value of the last of these tokens.
+Text = tuple[str, tuple[int, ...]]
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Model of a sequence: its rows by lane and page. The keys and values of its first `num_written` tokens are
-    written.
+    """Model of a sequence: the row of each lane and page. Keys and values of the first `num_written` tokens are in
+    rows.
     """
 
     salt: str
@@ -69,20 +71,24 @@ class World:
         self.memory: dict[tuple[int, int, int], tuple[int, Text]] = {}  # (group, row, offset) -> (head, text)
 
     def visible(self, lane: Lane, key: int, query: int) -> bool:
-        """Return whether the query at position `query` sees the key at position `key`, by the definition of windows."""
+        """Return whether a query at position `query` sees the key at position `key`, from the
+        window and sink tokens.
+        """
         window, sink_tokens = self.groups[lane[0]][1][lane[1]]
         return key <= query and (key < sink_tokens or key > query - window)
 
     def is_needed(self, lane: Lane, page: int, oldest_query: int) -> bool:
-        """Return whether any query at position `oldest_query` or later sees a token of a page. It is enough to check
-        the first query that is not before the token, because later queries see fewer earlier tokens.
+        """Return whether any query at position `oldest_query` or later sees a token of a page.
+
+        For each token, it is enough to check the first such query at the position of the token or later. Later queries
+        see a token only if earlier queries see it.
         """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(lane, token, max(token, oldest_query)) for token in tokens)
 
     def longest_hit(self, salt: str, tokens: list[int]) -> int:
-        """Return the expected hit in pages: the longest prefix for which every lane has the rows that the first token
-        after the prefix sees.
+        """Return the expected length of a hit in the prefix cache, in pages. It is the longest prefix for which every
+        lane has the rows that the first token after the prefix sees.
         """
         texts = [(salt, tuple(tokens[:end])) for end in range(self.page_size, len(tokens), self.page_size)]
         for num_pages in range(len(texts), 0, -1):
@@ -97,8 +103,8 @@ class World:
         return 0
 
     def admit(self, tokens: list[int], salt: str, step_tokens: int) -> None:
-        """Process a new request like an engine: match its prefix and compute the rest step by step. Give up if no rows
-        are free.
+        """Process a new request like an engine: find its prefix in the cache, and compute the other tokens in steps of
+        `step_tokens` tokens. Stop if no rows are free.
         """
         if len(self.sequences) == NUM_SEQS:
             return
@@ -127,8 +133,8 @@ class World:
                 return
 
     def extend(self, batch_slot: int, tokens: list[int]) -> bool:
-        """Run one step: allocate rows for the new tokens in all groups or in none, write the tokens, and check
-        attention.
+        """Run one step of a sequence: allocate rows for its new tokens in all groups, write the tokens, and check which
+        keys attention finds. If a group has too few free rows, no group allocates rows.
         """
         sequence = self.sequences[batch_slot]
         start, end = len(sequence.tokens), len(sequence.tokens) + len(tokens)
@@ -162,7 +168,7 @@ class World:
         return True
 
     def attend(self, batch_slot: int, query: int) -> None:
-        """Assert that every written key that a query sees is in its row, unchanged."""
+        """Assert that the rows of a sequence still have every written key that the query sees."""
         sequence = self.sequences[batch_slot]
         for lane, key in itertools.product(self.lanes, range(min(query + 1, sequence.num_written))):
             if self.visible(lane, key, query):
@@ -170,7 +176,7 @@ class World:
                 assert self.memory[lane[0], row, key % self.page_size] == (lane[1], sequence.text(key + 1))
 
     def holders(self, group: int, row: int) -> list[tuple[int, int, int]]:
-        """Return (batch slot, page, head) of all holders of a row."""
+        """Return (batch slot, page, head) of each table entry that refers to a row."""
         return [
             (batch_slot, page, head)
             for batch_slot, sequence in self.sequences.items()
@@ -183,8 +189,8 @@ class World:
         return {row for ((of, _), _), row in self.published.items() if of == group}
 
     def forget(self, group: int, row: int) -> None:
-        """Update the model after a row was allocated again: its page is no longer in the prefix cache. If every longer
-        prefix needs the row, the pages of these prefixes are removed, too.
+        """Update the model after a free row was allocated again. The prefix cache no longer has the page of the row. If
+        every longer prefix needs the row, the prefix cache has none of their pages either.
         """
         for lane, text in [key for key, known in self.published.items() if (key[0][0], known) == (group, row)]:
             del self.published[lane, text]
@@ -196,7 +202,7 @@ class World:
         sequence = self.sequences[batch_slot]
         self.cache.publish(batch_slot, sequence.tokens, sequence.salt)
         full = len(sequence.tokens) // self.page_size
-        known_from = 0  # end of the pages that this sequence added to the prefix cache before
+        known_from = 0  # number of pages that this sequence added to the prefix cache before
         for page, lane in itertools.product(range(full), self.lanes):
             if sequence.rows[lane].get(page) in self.published_rows(lane[0]):
                 known_from = page + 1
@@ -206,8 +212,8 @@ class World:
                 self.published.setdefault((lane, text), sequence.rows[lane][page])
 
     def recycle(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycle rows that queries at a random position or later do not see. The position is between the oldest query
-        of the last recycling and the last written token.
+        """Free the rows that no query at position `oldest_query` or later sees. The caller draws a position between the
+        position of the last such call and the last written token.
         """
         sequence = self.sequences[batch_slot]
         span = sequence.num_written - sequence.oldest_query

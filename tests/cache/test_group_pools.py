@@ -1,3 +1,8 @@
+"""Tests of `GroupPools`, the pools of several cache groups. A cache group is a set of layers with equal windows.
+
+A row is one page of one KV head.
+"""
+
 import numpy as np
 import pytest
 
@@ -55,7 +60,7 @@ def test_reset_after_an_interrupted_call():
     both = pools()
     both.allocate(0, 20)
     both.recycle([0], [17])
-    both.pools[1]._rows._free.clear()  # an inconsistent state, as after a call that was interrupted
+    both.pools[1]._rows._free.clear()  # an inconsistent state, as after an interrupted call
     both.pools[0]._num_pages[1] = 3
     both.reset()
     assert snapshot(both) == snapshot(pools())
@@ -69,7 +74,7 @@ def test_reset_after_an_interrupted_call():
         ([(5, [(FULL, 0)]), (3, [(FULL, 0)])], 12),
         ([(16, [(FULL, 0), (FULL, 0)])], 32),
         ([(11, [(FULL, 0), (5, 0)])], 32),
-        ([(9, [(FULL, 0), (5, 0)])], 28),  # seven rows of the full head, and two that the window can span
+        ([(9, [(FULL, 0), (5, 0)])], 28),  # 7 rows of the head without a window, 2 of the other
         ([(3, [(5, 4)])], 32),
         ([(2, [(5, 4)])], 8),
         ([(1, [(FULL, 0), (5, 0)])], 0),
@@ -116,7 +121,9 @@ def test_pools_of_different_shapes():
 
 
 SEEN = np.array([[0, 1, 2], [PAGE_NONE, PAGE_NONE, 3]], np.int32)
-"""Rows of the first three pages of a sequence, for a head without a window and a head with a window of 5 tokens."""
+"""Row ids of the first three pages of a sequence, for a head without a window and a head with a window of 5 tokens. A
+row is one page of one KV head.
+"""
 
 
 def test_adopted_sequence_equals_a_computed_one():

@@ -1,3 +1,8 @@
+"""Tests of `HeadPagePool`, which allocates page rows. A page row (row) is one page of one KV head.
+
+`recycle` frees the rows that no query at a given position or later sees.
+"""
+
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,10 +88,10 @@ def test_every_head_can_use_recycled_rows():
     assert held(pool) == [[0, 1, 2, 3, 4, 5], [4, 5]]
 
 
-# A query at position p sees the keys from p - window + 1 to p. A page can be recycled if its last token is at p -
-# window or before.
+# A query at position p sees the keys at positions p - window + 1 to p. If p is the oldest query, `recycle` frees a page
+# whose last token is at position p - window or before.
 BOUNDARIES = [
-    # window, sink tokens, oldest query, and the recycled pages of a sequence of 32 tokens
+    # window, sink tokens, oldest query, and the pages of a sequence of 32 tokens that `recycle` frees
     (1, 0, 3, []),
     (1, 0, 4, [0]),
     (1, 0, 31, list(range(7))),
@@ -129,7 +134,7 @@ def test_recycled_pages_are_outside_window_and_sinks(window, sink_tokens, oldest
 
 def test_rejected_drafts_delay_recycling():
     pool = make_pool(heads(2))
-    pool.allocate(0, 10)  # a step computed tokens 5 to 9; tokens 6 to 9 are drafts that were all rejected
+    pool.allocate(0, 10)  # a step computed tokens 5 to 9; tokens 6 to 9 are rejected drafts
     rows = pool.tables([0])[0, 0]
     assert pool.recycle([0], [5]) == rows[:1].tolist(), "5 comes again, and sees 4: after 9 nobody would have"
     assert pool.recycle([0], [6]) == []
@@ -351,7 +356,7 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
 
 
 def share_row_0(pool: HeadPagePool) -> None:
-    """Violate an invariant: replace row 2 by row 0 in the table of a sequence, with matching reference counts."""
+    """Violate an invariant: two pages of a sequence have row 0. The second page had row 2. Reference counts match."""
     pool._tables[0, 0, 1] = 0
     owned(pool, 0, 2)
     owned(pool, 2, 0)

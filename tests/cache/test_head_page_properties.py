@@ -1,6 +1,7 @@
 """Property tests of `HeadPagePool` with windows per KV head.
 
-The tests run random steps of sequences and compare the pool with a simple model, which checks every visible token.
+The tests run random steps of sequences and compare the pool with a simple model, which checks every visible token. A
+row is one page of one KV head. A batch slot is the index of a running sequence in the table of the pool.
 """
 
 import itertools
@@ -27,8 +28,8 @@ Written = tuple[int, int, int]  # sequence, head and position of a key, which id
 
 @dataclass(eq=False)
 class Sequence:
-    """Model of a sequence: its rows by head and page. Its first `num_accepted` tokens are final; later ones are
-    drafts.
+    """Model of a sequence: the row of each head and page. The first `num_accepted` tokens are final, and later tokens
+    are drafts.
     """
 
     number: int
@@ -66,12 +67,16 @@ class World:
         return Sequence(self.num_started, [{} for _ in self.heads])
 
     def visible(self, head: int, key: int, query: int) -> bool:
-        """Return whether the query at position `query` sees the key at position `key`, by the definition of windows."""
+        """Return whether a query at position `query` sees the key at position `key`, from the
+        window and sink tokens.
+        """
         return key <= query and (key < self.sink_tokens[head] or key > query - self.widths[head])
 
     def is_needed(self, head: int, page: int, oldest_query: int) -> bool:
-        """Return whether any query at position `oldest_query` or later sees a token of a page. It is enough to check
-        the first query that is not before the token, because later queries see fewer earlier tokens.
+        """Return whether any query at position `oldest_query` or later sees a token of a page.
+
+        For each token, it is enough to check the first such query at the position of the token or later. Later queries
+        see a token only if earlier queries see it.
         """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(head, token, max(token, oldest_query)) for token in tokens)
@@ -80,8 +85,8 @@ class World:
         return {token // self.page_size for token in tokens}
 
     def step(self, batch_slot: int, num_new: int, num_accepted: int) -> None:
-        """Run a step like an engine: recycle rows, allocate rows, write new tokens, check attention, and discard
-        rejected drafts.
+        """Run a step of a sequence like an engine: free rows that no query sees any more, allocate rows, write new
+        tokens, check attention, and discard rejected drafts.
         """
         sequence = self.sequences[batch_slot]
         start = sequence.num_accepted
@@ -97,8 +102,9 @@ class World:
             self.seen.add("rejected drafts")
 
     def grow(self, batch_slot: int, num_tokens: int) -> bool:
-        """Allocate the rows of a sequence of `num_tokens` tokens, if enough rows are free. The model expects the least
-        recently freed rows first, page by page.
+        """Allocate the rows of a sequence of `num_tokens` tokens, if enough rows are free. Return whether it succeeded.
+        The model expects that the pool allocates page by page, and the rows that have been free for the longest time
+        first.
         """
         sequence = self.sequences[batch_slot]
         new_pages = sorted(self.pages(range(num_tokens)) - set(range(sequence.num_pages)))
@@ -134,8 +140,8 @@ class World:
             self.memory[row] = [None] * self.page_size
 
     def expect_no_more_than_needed(self, sequence: Sequence, start: int) -> None:
-        """Assert that a sequence has only rows of sink tokens, of its window and of new tokens, and at most `peak_rows`
-        rows.
+        """Assert that a sequence has only rows with sink tokens, tokens of the window or new tokens, and at most as
+        many rows as `peak_rows` of the pool.
         """
         for head in self.heads:
             window = range(max(start - self.widths[head] + 1, 0), start)
@@ -154,7 +160,7 @@ class World:
                 self.memory[row][offset] = (sequence.number, head, position)
 
     def attend(self, batch_slot: int, queries: range) -> None:
-        """Assert that every key that the queries see is in its row, unchanged."""
+        """Assert that the rows of a sequence still have every key that the queries see."""
         [table] = self.pool.tables([batch_slot]).tolist()
         for head, query in itertools.product(self.heads, queries):
             for key in range(query + 1):
@@ -165,15 +171,15 @@ class World:
                     assert found == (self.sequences[batch_slot].number, head, key)
 
     def recycle_early(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycle rows between steps, for a random oldest query between the one of the last recycling and the last
-        accepted token.
+        """Free rows between two steps. `oldest_query` is the first position that may still have queries: at least its
+        value in the last such call, and at most the last accepted token.
         """
         sequence = self.sequences[batch_slot]
         span = sequence.num_accepted - sequence.oldest_query
         self.recycle(batch_slot, sequence.oldest_query + oldest_query % (span + 1))
 
     def reserve(self, batch_slot: int, num_tokens: int) -> None:
-        """Allocate rows for future tokens, without recycling."""
+        """Allocate rows for future tokens, without freeing rows that no query sees any more."""
         end = self.sequences[batch_slot].num_accepted + num_tokens
         self.grow(batch_slot, min(end, MAX_PAGES * self.page_size))
 

@@ -1,3 +1,9 @@
+"""Tests of `PrefixCache`, which finds the pages of earlier sequences that begin with the same tokens.
+
+To publish a page is to add it to the prefix cache. A row is one page of one KV head, and a cache group is a set of
+layers with equal windows. A batch slot is the index of a running sequence in the tables of the pools.
+"""
+
 import hashlib
 import random
 
@@ -194,8 +200,8 @@ def test_digest_separates_its_fields():
     case = Sequences(digest=digest)
     case.published([1] * 4)
     messages.clear()
-    case.lookup([1] * 4 + [2] * 5)  # hashes the second page: no salt, digest "D" of the first page
-    case.lookup([2] * 5, salt="D")  # hashes a first page: salt "D", no page before
+    case.lookup([1] * 4 + [2] * 5)  # hashes page 1: no salt, "D" is the digest of page 0
+    case.lookup([2] * 5, salt="D")  # hashes page 0 of another sequence, with the salt "D"
     assert len(messages) == len(set(messages)) == 3
 
 
@@ -231,8 +237,9 @@ def test_clear_forgets_contents_and_keeps_owners():
 
 
 WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
-"""(number of rows, heads) of two groups. The first has a head without a window, a head with a window, and a head with a
-window and sink tokens; the second has one head with a window.
+"""Number of rows, and (window, sink tokens) of the KV heads, of two cache groups. A row is one page of one KV head. The
+first group has a head without a window, a head with a window, and a head with a window and sink tokens. The second
+group has one head with a window.
 """
 
 
@@ -259,7 +266,9 @@ def test_invalid_publication_changes_nothing(groups, tokens, salt, error, messag
 
 
 def test_row_cannot_be_published_twice():
-    """The test writes the row of a published page into the table of another sequence, which the pools never do."""
+    """If a sequence has a row that the prefix cache knows with other tokens, adding its pages raises an error. The test
+    edits a table to create this state, which the pools never do.
+    """
     case = Sequences()
     case.published(PROMPT)
     slot = case.room(8)
@@ -320,14 +329,15 @@ def test_pools_accept_one_prefix_cache():
         PrefixCache(Sequences().pools)
 
 
-# The hit of n pages needs, for each head, the pages that the token at position 4n sees: with a window of 5 tokens the
-# last page, with 6 tokens the last two.
+# A hit of n pages of 4 tokens needs, for each head, the pages that the token at position 4n sees. With a window of 5
+# tokens, it sees only the last page of the hit; with 6 tokens, it sees the last two pages.
 LONG = list(range(200, 232))
 
 
 def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) -> tuple[Sequences, int]:
-    """Publish a sequence of `num_tokens` tokens and recycle its rows. The group has a head without a window and
-    `heads`. Return the sequences and the batch slot.
+    """Add the pages of a sequence of `num_tokens` tokens to the prefix cache, and free the rows outside its windows.
+
+    The cache group has a head without a window and `heads`. Return the sequences, and the batch slot of the sequence.
     """
     case = Sequences(groups=[(num_rows, [(FULL, 0), *heads])])
     slot = case.room(num_tokens)
@@ -510,8 +520,8 @@ GROUPS = [[(FULL, 0), (6, 3)], [(5, 0)]]
 @pytest.mark.parametrize("num_pages", [100, 7], ids=["ample", "short of rows"])
 @pytest.mark.parametrize("seed", range(5))
 def test_inserted_pages_match_as_in_the_other_cache(seed: int, num_pages: int):
-    """Pages of one cache are inserted into another, as in a KV-cache transfer. The test tracks the contents of each row
-    and asserts that a hit in the other cache has exactly the pages of the prompt.
+    """Insert pages of one prefix cache into another, as in a KV-cache transfer. The test tracks the contents of each
+    row, and asserts that a hit in the other cache has exactly the pages of the prompt.
     """
     draw = random.Random(seed)
     source = Sequences(groups=[(100 * len(heads), heads) for heads in GROUPS])

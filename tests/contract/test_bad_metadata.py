@@ -1,5 +1,7 @@
-"""Corrupted metadata: all backends return the same result, access no memory outside the arrays, and end in bounded
-time. Sequences with valid metadata get the result of an uncorrupted call.
+"""Calls with wrong metadata: lengths, prefix sums, block tables, slots and windows with invalid values.
+
+All backends return the same result, access no memory outside the arrays, and finish in bounded time. Sequences with
+valid metadata have the result of a call without wrong values.
 
 Interpreted kernels raise on an access out of bounds. On a GPU, compute-sanitizer checks compiled kernels, with a
 separate allocation for every array:
@@ -7,7 +9,8 @@ separate allocation for every array:
     export XLA_PYTHON_CLIENT_ALLOCATOR=platform
     compute-sanitizer python -m pytest -m "not slow" -k mosaic tests/contract/test_bad_metadata.py
 
-The sanitizer of CUDA 13.0 crashed in 13 of 19 runs, at different places. A run that ends reports its findings.
+The sanitizer of CUDA 13.0 crashed in 13 of 19 runs, at different places. A run that does not crash reports all of
+its findings.
 """
 
 from __future__ import annotations
@@ -53,14 +56,14 @@ from tests.contract.targets import (
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 WRONG = (-(2**31), -harness.GARBAGE, -17, -1, 0, 1, 13, 40, 64, 65, 1000, 4_000_000, 2**30, harness.GARBAGE, 2**31 - 1)
 
 
 def others(op: str) -> list[Backend]:
-    """All backends except `reference`."""
+    """Return all backends of an operation except `reference`."""
     return backends.backends_of(op, lambda backend: backend is not REFERENCE)
 
 
@@ -94,7 +97,9 @@ def indices_are_checked(backend: Backend) -> Iterator[None]:
 
 
 def distinct_slots(changes: list[Change]) -> list[Change]:
-    """Return the changes without duplicate slots: which of two tokens is written to one slot is undefined."""
+    """Return the changes without duplicate slots. If two tokens have the same slot, the contents of the slot are
+    undefined.
+    """
     kept: dict[int, Change] = {}
     for change in changes:
         kept.setdefault(change[2], change)
@@ -114,7 +119,9 @@ def assert_agrees(target: Target, backend: Backend, arrays: dict[str, Any]) -> A
 
 
 def check(backend: Backend, name: str, changes: list[Change]) -> None:
-    """A backend and `reference` agree on corrupted metadata, and rows without a change keep their result."""
+    """Check that a backend and `reference` return the same result for wrong metadata, and that sequences without a
+    changed value have the result of the unchanged call.
+    """
     target = TARGETS[name]
     arrays = target.changed(distinct_slots(changes))
     want = assert_agrees(target, backend, arrays)
@@ -129,7 +136,7 @@ ATTENTION = ("paged_decode", "mla_decode", "paged_prefill", "index_scores", "ind
 
 
 def untouched_rows(target: Target, arrays: Mapping[str, Any]) -> list[Any]:
-    """Return the rows of the result of sequences whose metadata is unchanged."""
+    """Return the indices of sequences whose metadata is unchanged, or the slices of their packed tokens."""
     same = [
         s
         for s in range(B)
@@ -181,7 +188,9 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
     },
 )  # fmt: skip
 def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
-    """Return the sets of changes: one set with many changes for interpreted kernels, several sets otherwise."""
+    """Change random values of the metadata. Interpreted kernels run once, with six changes; other backends run 20 times
+    with up to eight changes.
+    """
     if backend.interpreted:
         rng, metadata = harness.fresh_rng(), TARGETS[name].metadata
         check(
@@ -224,7 +233,9 @@ SUM_CASES = {
 
 
 def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
-    """Return the first row and the end row of each sequence by the documented rule."""
+    """Return the first token and the end of each sequence. A prefix sum below an earlier sum counts as the largest
+    earlier sum, and sums are clipped to 0 and the number of tokens.
+    """
     bounded = [min(max(0, *sums[: i + 1]), total) for i in range(len(sums))]
     return list(itertools.pairwise(bounded))
 
@@ -239,7 +250,9 @@ def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
     triton=all_but("padded with zeros"),
 )  # fmt: skip
 def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
-    """The result equals loops in numpy: rows of no sequence are 0 and -inf, and keys of no sequence are invisible."""
+    """The result equals attention in NumPy. Tokens of no sequence have output 0 and LSE -inf, and keys of no sequence
+    are invisible.
+    """
     target = TARGETS["ragged"]
     cu_kv_lens = ints(2, 31, 50, 0)
     visible = np.zeros((9, 70), bool)
@@ -258,7 +271,9 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
 @every_backend("paged_prefill")
 @in_every_run("reference", "xla", mosaic=["padded with zeros"], triton=["falls"])
 def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
-    """Each sequence gets the result of a call with this sequence alone; rows of no sequence are 0 and -inf."""
+    """Each sequence has the result of a call with this sequence alone. Tokens of no sequence have output 0 and LSE
+    -inf.
+    """
     target = TARGETS["prefill"]
     out, lse = np.zeros((9, HQ, D), np.float32), np.full((9, HQ), -np.inf, np.float32)
     for s, (first, end) in enumerate(segments(sums, 9)):
@@ -269,13 +284,13 @@ def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
     harness.assert_attention_close(got, (out, lse), backend.variant.tolerance("bfloat16"))
 
 
-# --- lengths past the table
+# --- lengths beyond the block table
 
 
 @slow_cases("paged_prefill")
 @pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
 def test_time_is_bounded_by_the_table(op: str) -> None:
-    """A length of a million tokens with a table for 64 tokens takes the tiles of 64 tokens."""
+    """A call with a length of a million tokens and a block table for 64 tokens visits only the tiles of 64 tokens."""
     target = TARGETS["decode" if op == "paged_decode" else "prefill"]
     backend = next(backend for backend in BACKENDS if backend.name == "xla")
     call = jax.jit(functools.partial(target.function, implementation="xla"))

@@ -21,7 +21,7 @@ from tests.contract.backends import BACKENDS, Backend, in_every_run
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 B, Q, P, PS, N, HQ, HKV, D = 4, 2, 4, 16, 24, 4, 2, 64
@@ -39,7 +39,9 @@ def _any_cascade_pays() -> Iterator[None]:
 def draw(
     lens: tuple[int, ...], alike: int, dtype: str, rng: np.random.Generator, q_lens: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Return arguments whose tables share the first `alike` columns. Slots without a token are poison."""
+    """Return arguments whose tables share the first `alike` columns. Cache slots without a token have NaN or
+    infinities.
+    """
     tables = rng.permutation(N)[: B * P].reshape(B, P).astype(np.int32)
     tables[:, :alike] = tables[0, :alike]
     held = np.zeros((N, PS), bool)
@@ -56,7 +58,7 @@ def draw(
 
 
 def check(backend: Backend, arguments: dict[str, Any], changed: Any = None, **options: Any) -> None:
-    """Check `cascade_decode` with the `changed` arguments against `paged_decode` without them."""
+    """Compare `cascade_decode` with some arguments `changed` to `paged_decode` with the original arguments."""
     got = backends.call(cascade_decode, backend, arguments | (changed or {}), return_lse=True, **options)
     want = backends.call(paged_decode, backends.BACKENDS[0], arguments, return_lse=True, out_dtype="float32", **options)
     assert got[0].dtype == arguments["q"].dtype
@@ -127,7 +129,7 @@ def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
     tables, lens = np.zeros((16, 128), np.int64), np.full(16, 128 * 64)
-    assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # the last page has the new token
+    assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # not the last page, which has the new token
     assert count_shared_pages(PagedKV(kv, kv), tables[:, :32], np.full(16, 32 * 64)) == 0
     assert count_shared_pages(PagedKV(kv, kv), tables, np.where(np.arange(16) < 2, lens, 0)) == 0
     assert count_shared_pages(PagedKV(kv, kv), tables, np.zeros(16, int)) == 0
@@ -155,7 +157,10 @@ def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
 @slow_cases("0")
 @pytest.mark.parametrize("given", [0, 1, 2, 100])
 def test_columns_that_are_given(given: int) -> None:
-    """`shared_pages` may be smaller than the number of shared pages, and larger than the pages that queries see."""
+    """`shared_pages` may be less than the number of pages that all sequences share, and more than the number of pages
+    that queries see. Of the first `given` columns (at most two), only the table of sequence 0 has
+    valid entries.
+    """
     arguments = draw((40, 64, 34, 50), 4, "float32", harness.fresh_rng())
     tables = arguments["block_tables"].copy()
     tables[1:, : min(given, 2)] = harness.GARBAGE
@@ -164,7 +169,7 @@ def test_columns_that_are_given(given: int) -> None:
 
 @pytest.mark.parametrize("own", [("q",), ("kv",), ("block_tables",), ("kv_lens",)])
 def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
-    """`jax.shard_map` accepts the call with its default check of varying axes."""
+    """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
@@ -184,7 +189,10 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
 def test_what_cannot_pay_is_plain_decode(
     batch: int, columns: int, given: int | None, prefills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With pages of 256 KiB, 16 samples that share 32 pages save 120 MiB of reads, and 128 pages save 480 MiB."""
+    """A cascade runs a prefill over the shared pages if it saves at least 192 MiB of page reads.
+
+    A page has 256 KiB. For 16 sequences, 32 shared pages save 120 MiB, and 128 shared pages save 480 MiB.
+    """
     calls, prefill = [], room.paged_prefill
     monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     monkeypatch.setattr(room, "paged_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))

@@ -28,16 +28,18 @@ from tests.contract import backends, naive
 from tests.contract.backends import Backend, in_every_run, unsupported
 from tests.kit import harness
 
-# Scores overflow float32 on purpose.
+# Some scores overflow float32 on purpose, and NumPy warns about overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
 SM_SCALE = 0.75
 PS, PAGES_PER_ROW = 16, 8
 D, LATENT, ROPE = 64, 128, 64
 Q_HEADS, KV_HEADS = 4, 2
-HEAD_FACTORS = np.array([1, -1, 0.75, -0.5])  # of each query head: both signs of every score
+HEAD_FACTORS = np.array([1, -1, 0.75, -0.5])  # per query head: gives every score both signs
 FEW, MANY = 4, 40
-"""Latent heads: few use the kernel for few query rows."""
+"""Numbers of query heads of MLA calls. Mosaic has one kernel for few query rows (heads times query tokens) and one for
+many.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Row:
 
 
 def draw_row(kind: str, size: float, rng: np.random.Generator) -> Row:
-    """Draw a row whose largest scores are near `size` times SM_SCALE."""
+    """Draw a query and its keys. The largest scores are near `size` times SM_SCALE."""
     exponent = round(np.log2(abs(size)))
     query = rng.integers(128, 256) / 128 * 2.0 ** (exponent // 2)
     mantissa, unit = rng.integers(130, 256), 2.0 ** (exponent - exponent // 2 - 8) * np.sign(size)
@@ -57,7 +59,7 @@ def draw_row(kind: str, size: float, rng: np.random.Generator) -> Row:
     keys = np.full(count, mantissa * unit)
     if kind == "one key dominates":
         keys[rng.permutation(count)[1:]] = (mantissa - 1) * unit
-    if kind == "all magnitudes":  # the maximum grows and shrinks from tile to tile
+    if kind == "all magnitudes":  # the largest score differs from tile to tile
         keys = np.concatenate([keys * 2.0 ** -rng.integers(0, exponent // 2, count) * sign for sign in (1, -1)])
         rng.shuffle(keys)
     return Row(query, keys)
@@ -80,7 +82,7 @@ def draw_rows(name: str, dtype: str) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows as dense arrays: q [B, Hq, D], and k [K, Hkv, D] and v [K, Hkv, Dv] of each row."""
+    """Arrays of B rows: q [B, Hq, D], and for each row k [K, Hkv, D] and v [K, Hkv, Dv] with its K keys and values."""
 
     q: np.ndarray
     k: list[np.ndarray]
@@ -88,7 +90,7 @@ class Problem:
 
     @staticmethod
     def draw(rows: list[Row], dtype: str, heads: int, kv_heads: int, widths: tuple[int, int]) -> Problem:
-        """Fill column 0. Values are independent of the keys."""
+        """Draw values, and write the numbers of the rows to column 0 of queries and keys. Other columns are 0."""
         rng, (key_dim, value_dim) = harness.fresh_rng(), widths
         q = np.zeros((len(rows), heads, key_dim))
         q[..., 0] = np.array([row.query for row in rows])[:, None] * np.resize(HEAD_FACTORS, heads)
@@ -108,7 +110,7 @@ class Problem:
         return np.stack(out), np.stack(lse)
 
     def paged(self, arrays: list[np.ndarray]) -> np.ndarray:
-        """Return the tokens of all rows in pages [B · P, Hkv, ps, D]: row b has the pages from b · P on."""
+        """Return the tokens of all rows in pages [B · P, Hkv, ps, D]. Row b has the pages b · P to (b + 1) · P - 1."""
         pages = np.zeros((len(arrays), PAGES_PER_ROW * PS, *arrays[0].shape[1:]), arrays[0].dtype)
         for row, tokens in zip(pages, arrays, strict=True):
             row[: len(tokens)] = tokens
@@ -159,7 +161,9 @@ def run_ragged(backend: Backend, rows: list[Row], dtype: str) -> tuple[Any, Prob
 
 
 def latents(rows: list[Row], dtype: str, heads: int, *, fp8: bool = False) -> tuple[Problem, dict[str, Any]]:
-    """Return a problem over latents whose scores come from the rope columns, and the arrays of a call."""
+    """Return a problem, and the arrays of an MLA call with the same scores: keys are rope columns, values are latents,
+    and the latent part of queries is 0.
+    """
     problem = Problem.draw(rows, dtype, heads, 1, (ROPE, LATENT))
     if fp8:
         v = [x.astype(ml_dtypes.float8_e4m3fn) for x in problem.v]
@@ -244,7 +248,7 @@ NO_FLOAT32 = dict.fromkeys((f"{name}-float32" for name in RUNS), "takes bfloat16
     mosaic_sm100=NO_FLOAT32 | {f"{name}-{dtype}": reason for name, reason in NO_FP8.items() for dtype in SIZES},
 )
 def test_large_scores_of_every_kind(backend: Backend, operation: str, dtype: str) -> None:
-    """`test_large_scores` has some of the rows in every run."""
+    """Test all kinds of rows and sizes of scores. `make test` runs `test_large_scores` instead, with five rows."""
     check(backend, operation, draw_rows("every kind", dtype), dtype)
 
 
@@ -261,7 +265,7 @@ def test_scores_that_overflow(backend: Backend, operation: str) -> None:
     ]
     (out, lse), problem = RUNS[operation][1](backend, rows, backend.dtype)
     out, lse = np.asarray(out, np.float32), np.asarray(lse)
-    positive = np.resize(HEAD_FACTORS, out.shape[1]) > 0  # other heads have the opposite scores
+    positive = np.resize(HEAD_FACTORS, out.shape[1]) > 0  # scores of the other heads have the opposite sign
     for b, sign in ((0, positive), (1, positive), (2, ~positive)):
         assert not np.isnan(lse[b, sign]).any()
         assert np.isnan(lse[b, ~sign]).all()

@@ -1,5 +1,8 @@
-"""Contract of index scores, of selection by scores, and of writing index keys: each implementation with each awkward
-input.
+"""Contract of `index_scores`, `select_top_k`, `index_top_k` and `write_index_keys`: every backend is tested with
+unusual inputs.
+
+The operations are the indexer of sparse attention: they score all keys of a token and select the keys with the highest
+scores. Poisoned inputs have NaN, infinities or garbage in all elements that must not affect the result.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 PS = 8
-# An idle sequence, decodes, drafts, whole prompts, chunks after a prefix, a sequence without new tokens.
+# Sequences of each kind: idle, decode, drafts, whole prompt, prompt chunk after a cached prefix, without new tokens.
 BASE = IndexCase(kv_lens=(0, 1, PS, PS + 1, 5, 40, 72, 17), q_lens=(0, 1, 1, 3, 5, 12, 7, 0))
 DECODE = replace(BASE, kv_lens=(0, 1, PS - 1, PS, 41, 72), q_lens=(0, 1, 1, 1, 1, 1), padding=0)
-# Each tile of the Triton kernel is in one page, and some programs score keys of two rows.
+# In the Triton kernel, each tile of keys is in one page, and some programs score keys of two sequences.
 LARGE_PAGES = replace(
     DECODE, kv_lens=(0, 1, 63, 64, 65, 190), page_size=64, pages_per_row=3, padding=1, absent_pages=True
 )
@@ -63,7 +66,9 @@ CHOICES = {
     "bfloat16 over 8 bits": replace(BASE, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
 TOP_K = 11
-"""More keys than the short sequences have, fewer than the long ones have, and not a multiple of a tile."""
+"""Number of selected keys: more than the short sequences have, fewer than the long sequences have, and no multiple of
+the tile size.
+"""
 
 
 def call(op: Any, backend: Backend, **static: Any) -> harness.Jitted:
@@ -90,11 +95,11 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
     },
 )  # fmt: skip
 def test_scores(backend: Backend, name: str) -> None:
-    """Scores equal a computation in plain numpy, and poison changes no bit."""
+    """Scores equal a computation in NumPy, and have the same bits for poisoned and clean inputs."""
     inputs = draw(backend, SCORES[name])
     scores = call(index_scores, backend, sm_scale=SM_SCALE)
     got = scores(**inputs.arguments())
-    # Products of 16-bit inputs are also summed in float32.
+    # All backends sum in float32, also for 16-bit inputs, so one tolerance applies to all dtypes.
     harness.assert_close("scores", got, inputs.scores(), harness.Tolerance(1e-4, 1e-5, 1e-9))
     harness.assert_same_bits(got, scores(**inputs.arguments(poisoned=False)))
 
@@ -107,7 +112,10 @@ def test_scores(backend: Backend, name: str) -> None:
     triton=["decode, absent pages"],
 )  # fmt: skip
 def test_a_choice_is_exact(backend: Backend, name: str) -> None:
-    """Scores are small integers, and many are equal."""
+    """The selection equals a sort in NumPy, and has the same bits for poisoned and clean inputs.
+
+    Scores are small integers without rounding, and many are equal, so the order of equal scores is tested too.
+    """
     inputs = draw(backend, CHOICES[name])
     scores = inputs.scores()
     for top_k in (1, TOP_K, 200):
@@ -120,7 +128,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
 @backends.every_backend("index_top_k")
 @in_every_run("reference", "xla")
 def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
-    """Check that no unselected key has a higher score than a selected key, beyond rounding."""
+    """No unselected key has a higher score than a selected key, except for rounding errors."""
     inputs = draw(backend, replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
     chosen = np.asarray(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments()))
     for positions, scores in zip(chosen[:10], inputs.scores(), strict=False):
@@ -158,7 +166,7 @@ def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
 @backends.every_backend("index_top_k")
 @in_every_run("xla")
 def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
-    """Compare the selection of a token as the last token of a chunk, as a draft, and as a decode."""
+    """A token selects the same keys in a chunk of 61 tokens and as the only new token of a sequence."""
     inputs = draw(backend, replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
     choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
     arguments = inputs.arguments()
@@ -207,7 +215,9 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 @backends.every_backend("index_top_k", backends.is_compiled_and_lean)
 @in_every_run(xla=["decode"])
 def test_memory_does_not_grow_with_the_context(backend: Backend, tokens: int) -> None:
-    """Compares contexts of 8k and 128k tokens; for the chunk, the scores of all keys would be 1 GiB."""
+    """Temporary memory is the same for contexts of 8k and 128k tokens. With 2,048 new tokens and 128k keys, an array of
+    all scores would take 1 GiB.
+    """
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     rows = tokens if tokens == 64 else 1
 
@@ -231,7 +241,9 @@ def test_memory_does_not_grow_with_the_context(backend: Backend, tokens: int) ->
 
 
 def stored(keys: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
-    """Return keys as stored in the cache, by the documented rule."""
+    """Return the arrays of the cache for these keys. fp8 keys are divided by a scale per token: the largest magnitude
+    of the key divided by 448, or 1 if the key is 0.
+    """
     if dtype != "float8_e4m3fn":
         return (keys.astype(dtype),)
     amax = np.abs(keys).max(axis=-1, keepdims=True).astype(np.float32)
@@ -243,7 +255,7 @@ def stored(keys: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
 @backends.every_backend("write_index_keys")
 @in_every_run("xla", "triton")
 def test_written_bits(backend: Backend, dtype: str) -> None:
-    """Tokens with a slot are written. All other bits of the cache stay the same, NaNs included."""
+    """Tokens with a valid slot are written. All other bits of the cache stay the same, also bits of NaNs."""
     rng = harness.fresh_rng()
     spec = index_cache_spec(num_pages=6, page_size=PS, index_dim=32, dtype=dtype)
     before = {name: harness.any_bits(rng, a.shape, a.dtype) for name, a in spec.arrays.items()}
@@ -259,7 +271,7 @@ def test_written_bits(backend: Backend, dtype: str) -> None:
     harness.assert_same_bits(jax.tree.leaves(got), list(before.values()))
 
 
-# The CPU backend of XLA allocates a second copy of an fp8 pool; since jax 0.12 in all cases.
+# fp8 needs a GPU: the CPU backend of XLA may allocate a second copy of an fp8 pool, and always does since jax 0.12.
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
 def test_a_write_is_in_place(dtype: str) -> None:
     spec = index_cache_spec(num_pages=512, page_size=16, index_dim=128, dtype=dtype)

@@ -1,4 +1,7 @@
-"""Contract of `mla_decode`: each implementation with each awkward input."""
+"""Contract of `mla_decode`: every backend is tested with unusual inputs.
+
+Poisoned inputs have NaN, infinities or garbage in all elements that must not affect the result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked latents are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked latents. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("mla_decode")
@@ -36,10 +39,10 @@ compiled_backend = backends.every_backend("mla_decode", backends.is_compiled)
 bounded_backend = backends.every_backend("mla_decode", backends.is_compiled_and_lean)
 
 PS = 16
-LENGTHS = (0, 1, PS - 1, PS, 65, 128)  # 8 pages per row
+LENGTHS = (0, 1, PS - 1, PS, 65, 128)  # tokens per sequence; tables have 8 pages per sequence
 BASE = MlaCase(kv_lens=LENGTHS, page_size=PS, pages_per_row=8, num_pages=56, dtype=None)
 MANY_HEADS = 40
-"""Number of heads that needs the kernel for many query rows, and is not a multiple of its block."""
+"""Number of query heads. Mosaic runs the kernel for many query rows, and the block of the kernel does not divide it."""
 
 
 def decode(backend: Backend, **static: Any) -> harness.Jitted:
@@ -58,7 +61,7 @@ def draw(backend: Backend, case: MlaCase, rng: np.random.Generator | None = None
 def planned(
     backend: Backend, arguments: dict[str, Any], mode: str = "balanced", window: int | None = None
 ) -> dict[str, Any]:
-    """Return the arguments, with a plan if the backend honours plans."""
+    """Return the arguments, with a plan (the assignment of pages to CTAs) if the backend uses plans."""
     return arguments | {"plan": plan_for(backend, arguments, mode, window)} if backend.plans else arguments
 
 
@@ -67,7 +70,11 @@ def plan_for(backend: Backend, arguments: dict[str, Any], mode: str, window: int
 
 
 def check(backend: Backend, case: MlaCase, *, clean: bool | None = None) -> None:
-    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
+    """Check that the result for poisoned inputs equals attention in NumPy.
+
+    If `clean`, check that inputs without poison give the same bits. The default is True, except for interpreted
+    kernels, which are slow.
+    """
     inputs = draw(backend, case)
     # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
@@ -127,7 +134,9 @@ def test_values_of_one_shape(backend: Backend, heads: int, case: MlaCase) -> Non
 @backends.every_backend("mla_decode", lambda backend: backend.kernels)
 @in_every_run("mosaic", mosaic_sm100=["few heads"])
 def test_poison_changes_no_bit(backend: Backend, heads: int) -> None:
-    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
+    """Poisoned and clean inputs give the same bits. In the other tests, interpreted kernels run on poisoned inputs
+    only.
+    """
     check(backend, replace(VALUES["absent pages"], heads=heads), clean=True)
 
 
@@ -147,7 +156,9 @@ def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -
 @every_backend
 @in_every_run(xla=["few heads"], mosaic=["few heads"])
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend, heads: int) -> None:
-    """A kernel may skip masking if all query rows see a tile. A NaN query must not make it skip for other heads."""
+    """A kernel may omit the mask for a tile of keys that all queries see. NaN queries of one head must not change the
+    results of other heads.
+    """
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads))
     arguments = planned(backend, inputs.arguments())
     clean = run(backend, arguments)
@@ -375,7 +386,7 @@ def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
     arguments = inputs.arguments(poisoned=False) | {"cache": PagedLatent(jnp.asarray(inputs.pages))}
     arguments = planned(backend, arguments)
     want = run(backend, arguments)
-    inputs.pages[inputs.tables[5, 1], 3, -1] = np.nan  # in the columns of the key, not of the value
+    inputs.pages[inputs.tables[5, 1], 3, -1] = np.nan  # a rope column, which is in the key and not in the value
     got = run(backend, arguments | {"cache": PagedLatent(jnp.asarray(inputs.pages))})
     for g, w in zip(got, want, strict=True):
         assert np.isnan(g[5]).all()
@@ -391,7 +402,7 @@ def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
     inputs = draw(backend, replace(QUERIES["4 each, of rows with fewer tokens"], heads=heads, q_lens=(4,) * 6))
     empty = np.isneginf(inputs.expected()[1])
     inputs.pages[~inputs.dead] = np.nan
-    # A mask without effect makes this a call that other tests compile, too.
+    # This mask has no effect. With a mask, the call is equal to calls of other tests, so it is not compiled again.
     arguments = inputs.arguments() | {"draft_mask": np.tile(np.tri(4, dtype=bool), (6, 1, 1))}
     harness.assert_empty(run(backend, planned(backend, arguments, "fixed")), empty)
 
@@ -399,7 +410,7 @@ def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
 @every_backend
 @in_every_run("reference", "xla", "mosaic")
 def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
-    """Outputs are 0 for NaN queries if all pages of the sequence are absent."""
+    """NaN queries without visible keys have output 0 and LSE -inf. All entries of the tables are PAGE_NONE."""
     inputs = draw(backend, BASE)
     arguments = inputs.arguments()
     spoilt = {name: np.full_like(arguments[name], np.nan) for name in ("q_latent", "q_rope")}
@@ -409,11 +420,11 @@ def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
     assert np.isneginf(lse).all()
 
 
-# --- rows and batches
+# --- order and number of sequences, plans
 
 
 def rows(arguments: dict[str, Any], order: Any) -> dict[str, Any]:
-    """Return the call with its sequences in another order, or with some of them."""
+    """Return the arguments for the sequences `order`: a permutation or a subset."""
     return {name: value if name == "cache" else value[order] for name, value in arguments.items()}
 
 
@@ -434,7 +445,9 @@ def assert_same_rows(backend: Backend, got: tuple[Any, Any], want: tuple[Any, An
 @every_backend
 @in_every_run(xla=["few heads"], mosaic=["few heads"], triton=["few heads"])
 def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> None:
-    """Shuffled batch rows, and one row among idle rows: equal bits in `fixed` mode with plans, else close."""
+    """A sequence has the same result in a shuffled batch and among idle sequences. With plans of `fixed` mode, the bits
+    are equal; without plans, results are close.
+    """
     changes: dict[str, Any] = {"heads": heads, "kv_lens": (0, 128, 40, 0, 7, 0), "q_lens": (0, 4, 1, 0, 2, 0)}
     inputs = draw(backend, replace(QUERIES["4, tree"], **changes))
     arguments = inputs.arguments()
@@ -458,7 +471,9 @@ def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> Non
 @every_backend
 @in_every_run(xla=["few heads-balanced", "few heads-fixed"], mosaic=["few heads-balanced", "few heads-fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> None:
-    """Plans that split rows between CTAs, give several rows to one CTA, and leave CTAs without work."""
+    """Results are correct with plans that split the pages of a sequence between CTAs, assign several sequences to one
+    CTA, and leave CTAs without work.
+    """
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads, kv_lens=BASE.kv_lens))
     arguments = inputs.arguments()
     plan = plan_for(backend, arguments, mode)
@@ -471,7 +486,7 @@ def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> N
 @every_backend
 @in_every_run(xla=["few heads"])
 def test_without_a_plan(backend: Backend, heads: int) -> None:
-    """Without `plan`, the call plans from its arguments."""
+    """A call without the argument `plan` makes its own plan."""
     inputs = draw(backend, replace(BASE, heads=heads))
     got = run(backend, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
@@ -508,7 +523,7 @@ def test_exported(backend: Backend) -> None:
 
 
 def decode_loop(backend: Backend, cache: PagedLatent, steps: Any, tables: jax.Array) -> tuple[PagedLatent, Any]:
-    """Write one latent per sequence and attend, in a loop on the device."""
+    """Run a loop on the device. Each step writes one latent per sequence, and computes attention."""
 
     def step(cache: PagedLatent, now: Any) -> tuple[PagedLatent, Any]:
         latent, slots, q_latent, q_rope, kv_lens = now
@@ -526,7 +541,9 @@ def decode_loop(backend: Backend, cache: PagedLatent, steps: Any, tables: jax.Ar
 @compiled_backend
 @in_every_run("xla")
 def test_inside_a_scan_that_writes(backend: Backend) -> None:
-    """Each step equals a call on the final cache with the same lengths, and the cache is never copied."""
+    """Each step of the loop equals attention over the final cache with the lengths of the step. The cache is not
+    copied.
+    """
     inputs = draw(backend, replace(BASE, kv_lens=(1, 3, 8, 9), num_pages=256))
     steps = 4
     inputs.tables[:] = np.random.default_rng(0).permutation(256)[: inputs.tables.size].reshape(inputs.tables.shape)
@@ -562,7 +579,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 
 def shapes(batch: int, table_width: int, dtype: Any = jnp.float32, num_pages: int = 4096) -> dict[str, Any]:
-    """Return a call with the widths of a real model, as shapes."""
+    """Return shapes of the arguments of a call with 16 heads, latents of 512 columns and rope keys of 64 columns."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (dtype, jnp.int32))
     cache = jax.eval_shape(lambda: PagedLatent(jnp.zeros((num_pages, 16, 576), dtype)))
     return {
@@ -578,24 +595,24 @@ def shapes(batch: int, table_width: int, dtype: Any = jnp.float32, num_pages: in
 @bounded_backend
 @in_every_run(xla=["float32"])
 def test_memory_does_not_grow_with_the_table(backend: Backend, dtype: Any) -> None:
-    """Memory does not grow with the width of the table, with the configuration that users get."""
+    """Temporary memory does not depend on the width of the block table. The call has its default configuration."""
     call = decode(backends.as_users_get(backend))
     narrow, wide = (harness.temp_bytes(call, **shapes(32, width, dtype)) for width in (64, 4096))
     assert wide <= narrow + 4096
-    one_row = 64 * 16 * 576 * jnp.dtype(dtype).itemsize  # tokens of one of 32 rows of the narrow table
+    one_row = 64 * 16 * 576 * jnp.dtype(dtype).itemsize  # bytes of the latents of one of 32 sequences with 64 pages
     assert wide < 16 * one_row
 
 
 @pytest.mark.gpu
 @bounded_backend
 def test_a_pool_of_more_than_2_to_the_32_elements(backend: Backend) -> None:
-    """Write, gather and attend in pages whose offsets exceed 32 bits."""
+    """Writes, gathers and attention are correct for pages whose element offsets exceed 32 bits."""
     small = {"page_size": 64, "pages_per_row": 5, "num_pages": 64}
     case = MlaCase((300, 64, 0, 101), heads=16, latent_dim=512, rope_dim=64, dtype="bfloat16", **small)
     inputs = Inputs.draw(case, harness.fresh_rng())
     arguments = jax.tree.map(jnp.asarray, inputs.arguments())
     spec = {"num_pages": 2**32 // (64 * 576) + 1000, "page_size": 64, "latent_dim": 512, "rope_dim": 64}
-    far = inputs.rng.choice(1000, 64, replace=False) + spec["num_pages"] - 1000  # pages of the small pool
+    far = inputs.rng.choice(1000, 64, replace=False) + spec["num_pages"] - 1000  # page id in the large pool
     far[::2] -= spec["num_pages"] - 1000
     slots = jnp.asarray(far[:, None] * 64 + np.arange(64), jnp.int32).reshape(-1)
     write = jax.jit(functools.partial(write_latent, implementation=backend.name), donate_argnums=0)
@@ -620,7 +637,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def eight_bits(**changes: Any) -> PagedLatent:
-    """Return an 8-bit cache with some arrays replaced."""
+    """Return a cache of 8-bit latents with some arrays replaced."""
     spec = latent_cache_spec(num_pages=8, page_size=4, latent_dim=512, rope_dim=64, dtype=E4M3)
     return replace(PagedLatent.allocate(spec), **changes)
 

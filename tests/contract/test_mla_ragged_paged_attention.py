@@ -1,5 +1,8 @@
-"""Contract of `mla_ragged_paged_attention`: it writes new latents and attends to all latents of each sequence, for any
-mix of decodes and chunks and for any number of queries per row.
+"""Contract of `mla_ragged_paged_attention`, which writes new latents and computes attention to all latents of each
+sequence.
+
+A step may have any mix of decode tokens and prompt chunks. The operation divides the new tokens of a sequence into rows
+of up to 8 query tokens for the MLA decode kernels; with many heads, a row has fewer tokens.
 """
 
 from __future__ import annotations
@@ -29,24 +32,26 @@ from tests.contract.backends import BACKENDS, Backend, all_but, in_every_run, un
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 S, P, PS, N, T, L, R = 5, 4, 16, 24, 40, 128, 32
 REFERENCE, XLA = (next(backend for backend in BACKENDS if backend.name == name) for name in ("reference", "xla"))
 every_backend = functools.partial(backends.every_backend, "mla_decode")
-HEADS = {"rows of 8": 3, "rows of 3": 20, "rows of 1": 40}
+HEADS = {"rows of 8": 3, "rows of 3": 20, "rows of 1": 40}  # query tokens per row, and the number of heads
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step with drawn values.
+    """Random inputs of one call.
 
     Attributes:
-      new, lens: numbers of new tokens and of all tokens of each sequence. S may be larger.
-      latents: latents of the new tokens, [T, L + R]. Rows past the last sequence are poison, also in the queries.
-      pages: pages before the step. Slots without a token are poison.
-      tables: [S, P]. Entries without a token are garbage.
+      new, lens: numbers of new tokens and of all tokens of each sequence. The call has S sequences; the rest are
+        padding.
+      q: queries [T, Hq, L + R]. Padding tokens have NaN or infinities.
+      latents: latents of the new tokens, [T, L + R]. Padding tokens have NaN or infinities.
+      pages: pages before the call. Cache slots without a token have NaN or infinities.
+      tables: [S, P]. Entries of pages without a token are invalid page ids.
     """
 
     new: tuple[int, ...]
@@ -79,7 +84,11 @@ class Step:
         )
 
     def arguments(self, behind: str = "zeros", *, distribution: bool = False) -> dict[str, Any]:
-        """Return sums and lengths padded to more sequences, in one of the ways that engines use."""
+        """Return the arguments of the call, padded to S sequences.
+
+        Prefix sums and lengths of padding are zeros, the last sum ("ends"), or invalid numbers ("garbage"). Engines use
+        all of these paddings.
+        """
         sums, missing = np.cumsum((0, *self.new), dtype=np.int32), S - len(self.new)
         fill = {"zeros": 0, "ends": sums[-1], "garbage": harness.GARBAGE}[behind]
         arguments = {
@@ -95,20 +104,20 @@ class Step:
         return arguments | ({"distribution": np.array([0, 0, len(self.new)], np.int32)} if distribution else {})
 
     def slots(self) -> np.ndarray:
-        """Return the slots of the new tokens in packed order."""
+        """Return the cache slots of the new tokens in packed order."""
         position = [np.arange(length - count, length) for count, length in zip(self.new, self.lens, strict=True)]
         return np.concatenate(
             [row[at // PS] * PS + at % PS for row, at in zip(self.tables, position, strict=False)] or [[]]
         ).astype(int)
 
     def written(self) -> np.ndarray:
-        """Return the pages after the step."""
+        """Return the expected pages after the call."""
         pages, slots = self.pages.copy(), self.slots()
         pages.reshape(-1, L + R)[slots] = self.latents[: len(slots)]
         return pages
 
     def expected(self, pages: np.ndarray, window: int = T + P * PS, soft_cap: float | None = None) -> np.ndarray:
-        """Return the output [T, Hq, L] over the pages in float64."""
+        """Return the attention output [T, Hq, L] over the latents in `pages`, computed in float64."""
         out, start = np.zeros((*self.q.shape[:2], L)), 0
         for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
             token = np.arange(length)
@@ -146,7 +155,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
     harness.assert_close("output", out, step.expected(step.written()), backend.variant.tolerance(step.q.dtype)[0])
 
 
-# --- what a step gives
+# --- results of a step
 
 
 @slow_cases(
@@ -175,7 +184,7 @@ def test_windows_and_soft_caps(heads: int) -> None:
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Draw the new tokens and lengths of up to S sequences. Many sequences are decodes."""
+    """Draw the numbers of new tokens and of all tokens of up to S sequences. Many sequences have one new token."""
     new = draw(st.lists(st.one_of(st.just(1), st.integers(0, T // S)), max_size=S))
     return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
 
@@ -185,7 +194,7 @@ def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
 def test_any_traffic(heads: int, mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, behind: str) -> None:
-    """The result equals numpy and `reference`."""
+    """The result equals attention in NumPy and the result of `reference`, for random steps."""
     step = Step.draw(*mix, heads, "float32", np.random.default_rng(seed))
     got, reference = (run(backend, step.arguments(behind, distribution=True)) for backend in (XLA, REFERENCE))
     harness.assert_same_bits(got[1], reference[1])
@@ -218,7 +227,7 @@ def test_tokens_before_the_first_sum_are_padding() -> None:
 
 
 def test_decodes_alone_have_the_bits_of_mla_decode() -> None:
-    """With many heads, each row has one query."""
+    """With many heads, each row has one query token, so a step of decode tokens equals `mla_decode` bit for bit."""
     new, lens = MIXES["decodes alone"]
     step = Step.draw(new, lens, HEADS["rows of 1"], "float32", harness.fresh_rng())
     arguments = step.arguments()
@@ -273,8 +282,8 @@ def test_latents_in_8_bits() -> None:
     },
 )  # fmt: skip
 def test_one_scale_for_8_bits(backend: Backend, dtype: str, heads: int) -> None:
-    """8-bit queries, latents and rope columns without scale arrays, as in caches for TPUs: the scalar scales of the
-    call apply, one for keys and one for values.
+    """Test queries, latents and rope columns of 8 bits without arrays of scales, as in caches for TPUs. The call has
+    one scale for all queries, one for all keys and one for all values.
     """
     step, coarse, scales = _coarse(heads, dtype)
     out, cache = run(backend, coarse.arguments("garbage", distribution=True), **scales, out_dtype=jnp.float32)
@@ -284,7 +293,7 @@ def test_one_scale_for_8_bits(backend: Backend, dtype: str, heads: int) -> None:
 
 
 def _coarse(heads: int, dtype: str) -> tuple[Step, Step, dict[str, float]]:
-    """Return a step with values that 8 bits represent exactly, the same step in 8 bits, and its scales."""
+    """Return a float32 step with numbers that 8 bits represent exactly, the same step in 8 bits, and its scales."""
     rng, scales = harness.fresh_rng(), {"q_scale": 0.5, "k_scale": 0.25, "v_scale": 0.25}
     drawn = Step.draw(*MIXED, heads, "float32", rng)
     parts = {"q": drawn.q / scales["q_scale"], "latents": drawn.latents / scales["k_scale"]}
@@ -297,7 +306,9 @@ def _coarse(heads: int, dtype: str) -> tuple[Step, Step, dict[str, float]]:
 
 
 def test_values_have_a_scale_of_their_own() -> None:
-    """float32 queries are multiplied by the scale of queries."""
+    """The output is proportional to `v_scale`, which may differ from `k_scale`. float32 queries are multiplied by
+    `q_scale`.
+    """
     step, coarse, scales = _coarse(3, "float8_e4m3fn")
     arguments = coarse.arguments() | {"q_latent": step.q[..., :L] / 3, "q_rope": step.q[..., L:] / 3}
     changed = scales | {"q_scale": 3.0, "v_scale": 7 * scales["v_scale"]}
@@ -307,7 +318,7 @@ def test_values_have_a_scale_of_their_own() -> None:
 
 
 def test_new_latents_of_more_bits_are_divided_by_their_scale() -> None:
-    """New latents saturate at the range of the 8-bit dtype."""
+    """float32 latents are divided by `k_scale` before they are stored in 8 bits. Large values saturate."""
     step, coarse, scales = _coarse(3, "float8_e4m3fn")
     new = {"new_latent": step.latents[:, :L], "new_rope": step.latents[:, L:]}
     _, cache = run(XLA, coarse.arguments() | new, **scales, out_dtype=jnp.float32)
@@ -322,7 +333,7 @@ def test_new_latents_of_more_bits_are_divided_by_their_scale() -> None:
 @slow_cases("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
-    """The result is the same inside a loop, also with `distribution` on the device."""
+    """A compiled loop over steps does not copy the donated cache. `distribution` is an array on the device."""
     spec = latent_cache_spec(num_pages=4096, page_size=PS, latent_dim=L, rope_dim=R, dtype=dtype)
     cache = jax.eval_shape(lambda: PagedLatent.allocate(spec))
     rest = Step.draw(*MIXED, 3, "float32", harness.fresh_rng()).arguments("garbage", distribution=True)
@@ -339,14 +350,14 @@ def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
     harness.assert_stays_put(jax.jit(steps, donate_argnums=0), cache.pages, cache, rest)
 
 
-# --- surroundings
+# --- transformations, errors and empty inputs
 
 
 @slow_cases("own1-3")
 @pytest.mark.parametrize("heads", [3, 40])
 @pytest.mark.parametrize("own", [("q_latent", "q_rope"), ("cache",), ("page_indices",), ("kv_lens", "distribution")])
 def test_inside_a_shard_map(own: tuple[str, ...], heads: int) -> None:
-    """`jax.shard_map` accepts the call with its default check of varying axes."""
+    """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), heads, "float32", harness.fresh_rng())
     arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -438,14 +449,16 @@ def test_errors_name_the_argument(name: str) -> None:
         mla_ragged_paged_attention(**(arguments | changed))
 
 
-# --- the code of others
+# --- comparison with tpu-inference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [*HEADS.values(), 16])
 @pytest.mark.parametrize("name", ["decodes, then chunks", "a decode between chunks"])
 def test_the_reference_of_tpu_inference(name: str, heads: int) -> None:
-    """Convert a cache of tpu-inference, with latents and rope columns padded to multiples of 128 columns."""
+    """Results equal the reference of tpu-inference. Its cache pads latents and rope columns to multiples of 128
+    columns.
+    """
     theirs = tpu_inference.module("tpu_inference/kernels/mla/v1/kernel")
     step = Step.draw(*MIXES[name], heads, "float32", harness.fresh_rng())
     arguments = step.arguments(distribution=True)
@@ -466,9 +479,10 @@ def test_the_reference_of_tpu_inference(name: str, heads: int) -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_the_reference_of_tpu_inference_in_8_bits(heads: int, dtype: str) -> None:
-    """Compare with the reference of tpu-inference, called in float32, because it rounds weights and outputs to the
-    dtype of the cache. Its cache pads rope columns to 128; with queries padded in the same way, our operation reads
-    this cache.
+    """Results with 8-bit caches equal the reference of tpu-inference.
+
+    The reference rounds weights and outputs to the dtype of its cache, so it runs in float32. Its cache pads rope keys
+    to 128 columns. Our operation reads the padded cache with queries that are padded in the same way.
     """
     theirs = tpu_inference.module("tpu_inference/kernels/mla/v1/kernel")
     _, step, scales = _coarse(heads, dtype)

@@ -1,4 +1,7 @@
-"""Contract of `mla_sparse`: each implementation with each awkward input."""
+"""Contract of `mla_sparse`, attention to selected latents: every backend is tested with unusual inputs.
+
+Poisoned inputs have NaN, infinities or garbage in all elements that must not affect the result.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked latents are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked latents. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("mla_sparse")
@@ -30,10 +33,10 @@ class SparseCase:
     """One call of `mla_sparse`.
 
     Attributes:
-      chosen: number of slots that each token selects; the rest of its K entries are -1 or garbage.
-      top_k: K.
-      garbage: numbers for unused entries: -1, or numbers outside the pool.
-      scattered: whether unused entries are between slots instead of after them.
+      chosen: number of cache slots that each token selects.
+      top_k: number of entries of each token in the argument `slots`.
+      garbage: values of unused entries: -1, or slots outside the pool.
+      scattered: whether unused entries are between used entries, instead of after them.
       dtype: dtype of the queries, or None for `Backend.dtype`.
       cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
         rope columns are bfloat16.
@@ -52,13 +55,13 @@ class SparseCase:
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """A case with drawn values.
+    """Random inputs of a case.
 
     Attributes:
       q: [T, Hq, L + R].
-      latents: [N·ps, L + R], dequantised latents.
+      latents: [N·ps, L + R], latents after dequantisation.
       stored: arrays of the cache.
-      dead: bool [N, ps], slots that no token selects.
+      dead: bool [N, ps], true for cache slots that no token selects.
     """
 
     case: SparseCase
@@ -76,7 +79,7 @@ class SparseInputs:
         slots = rng.choice(case.garbage, (len(case.chosen), case.top_k)).astype(np.int32)
         for row, count in zip(slots, case.chosen, strict=True):
             places = rng.permutation(case.top_k)[:count] if case.scattered else np.arange(count)
-            row[places] = rng.permutation(np.arange(PS, PAGES * PS))[:count]  # tokens share slots
+            row[places] = rng.permutation(np.arange(PS, PAGES * PS))[:count]  # several tokens may select the same slot
         dead = np.ones(PAGES * PS, bool)
         dead[slots[(slots >= 0) & (slots < dead.size)]] = False
         width = case.latent_dim + case.rope_dim
@@ -96,7 +99,7 @@ class SparseInputs:
         return SparseInputs(case, rng, q, latents.reshape(-1, width), stored, slots, dead.reshape(PAGES, PS))
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments. Elements without effect are NaN or garbage if `poisoned`, else 0."""
+        """Return the array arguments. Latents that no token selects are NaN or infinite if `poisoned`, else 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         return {
             "q_latent": self.q[..., : self.case.latent_dim],
@@ -106,7 +109,7 @@ class SparseInputs:
         }
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return output [T, Hq, L] and LSE in float64."""
+        """Return output [T, Hq, L] and LSE [T, Hq], computed in NumPy in float64."""
         rows = []
         for q, slots in zip(self.q, self.slots, strict=True):
             keys = self.latents[slots[(slots >= 0) & (slots < PAGES * PS)]][:, None]
@@ -185,11 +188,11 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     },
 )  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:
-    """The result equals naive numpy attention within the tolerance, and poison changes no bit of it.
+    """The result equals attention in NumPy, and has the same bits for poisoned and clean inputs.
 
-    Over 8-bit latents a token with a single key has the largest outputs: all of its columns have the rounding error of
-    one weight times the scale of the key, so `harness.ROUNDED_TWICE` bounds the cosine. In a simulation of 300 inputs
-    2% exceeded `HALF_OUT.cosine`, and none did with unrounded weights.
+    The tolerance of the cosine distance is `harness.ROUNDED_TWICE` for 8-bit latents. A token with a single key has the
+    largest outputs, and all of its columns have the rounding error of one number: the weight times the scale of the
+    key. In a simulation of 300 inputs, 2% exceeded `HALF_OUT.cosine`, and none did with unrounded weights.
     """
     inputs = draw(backend, CASES[name])
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
@@ -206,7 +209,9 @@ def test_values(backend: Backend, name: str) -> None:
 @every_backend
 @in_every_run("xla")
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
-    """With all keys selected, the result equals `mla_decode`: drafts, permuted pages, an absent page."""
+    """If each token selects all keys that it sees, the result equals `mla_decode`. The sequences have draft tokens,
+    permuted pages and an absent page.
+    """
     rng = harness.fresh_rng()
     scale = 1.0 if backend.dtype == "float32" else harness.HALF_SCALE
     spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=64, dtype=backend.dtype)
@@ -285,7 +290,9 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 @backends.every_backend("mla_sparse", backends.is_compiled_and_lean)
 def test_memory_is_that_of_some_tokens(backend: Backend) -> None:
-    """Memory is bounded: the latents of all tokens of a chunk would be 4.5 GiB, float32 outputs are 64 MiB."""
+    """Temporary memory is at most five times the size of the float32 outputs (64 MiB). The selected latents of all
+    2,048 tokens would take 4.5 GiB.
+    """
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     used = harness.temp_bytes(
         attend(backends.as_users_get(backend)),

@@ -1,4 +1,7 @@
-"""Contract of attention over pages, `paged_decode` and `paged_prefill`: each backend with each awkward input."""
+"""Contract of `paged_decode` and `paged_prefill`: every backend is tested with unusual inputs.
+
+Poisoned inputs have NaN, infinities or garbage in all elements that must not affect the result.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windo
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 type Result = tuple[np.ndarray, np.ndarray]
 
 PROGRAMS = 5
-"""Number of CTAs of all plans. One number for all tests shares compilations."""
+"""Number of CTAs of all plans (assignments of pages to CTAs). With one number, tests share compiled calls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Decode or prefill, as the suite calls them.
+    """`paged_decode` or `paged_prefill`, with its test cases and its expected results.
 
     Attributes:
-      arguments: function that returns the array arguments of a call.
-      expected: function that returns output and LSE, computed in numpy.
+      arguments: function that returns the array arguments of a call for the inputs of a case.
+      expected: function that returns output and LSE for the inputs of a case, computed in NumPy.
     """
 
     name: str
@@ -54,7 +57,7 @@ PREFILL = Operation("paged_prefill", paged_prefill, paged_cases.PREFILL, Inputs.
 
 
 def both(wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Run a test with arguments `operation` and `backend` for both operations and each of their backends."""
+    """Parametrize a test over both operations and their `wanted` backends, as arguments `operation` and `backend`."""
     return pytest.mark.parametrize(
         ("operation", "backend"),
         [
@@ -71,7 +74,7 @@ def draw(backend: Backend, case: PagedCase) -> Inputs:
 
 
 def planned(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: str = "balanced") -> dict[str, Any]:
-    """Return the arguments of a decode, with a plan if the backend honours plans."""
+    """Return the arguments of a decode call, with a plan if the backend uses plans."""
     return arrays | {"plan": plan_for(backend, case, arrays, mode)} if backend.plans else arrays
 
 
@@ -80,7 +83,11 @@ def plan_for(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: st
 
 
 def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool | None = None) -> None:
-    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
+    """Check that the result for poisoned inputs equals attention in NumPy.
+
+    If `clean`, check that inputs without poison give the same bits. The default is True, except for interpreted
+    kernels, which are slow.
+    """
     case = inputs.case
     # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
@@ -93,14 +100,15 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
     got = result(poisoned=True)
     of_output, of_lse = backend.variant.tolerance("float32" if exact else case.dtype)
     if case.exact and case.dtype == "bfloat16" and not exact:
-        # The few keys that count often have the same weight, so their rounding errors are equal.
+        # Scores differ so much that few keys have a weight above 0. These weights are often equal and have equal
+        # rounding errors, which do not average out.
         of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
     harness.assert_attention_close(got, operation.expected(inputs), (of_output, of_lse))
     if not backend.interpreted if clean is None else clean:
         harness.assert_same_bits(got, result(poisoned=False))
 
 
-# --- numbers
+# --- values of outputs
 
 
 @slow_cases("mosaic-all idle", "mosaic-draft trees, windows, absent pages")
@@ -171,7 +179,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
     ],
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.DECODE))
-@unsupported(mosaic={"G 67": "67 have no such divisor"})  # prefill packs any group
+@unsupported(mosaic={"G 67": "67 have no such divisor"})  # the prefill kernel supports any number of heads
 def test_decode(backend: Backend, name: str) -> None:
     check(DECODE, backend, draw(backend, DECODE.cases[name]))
 
@@ -257,7 +265,7 @@ POISONED = {
 @pytest.mark.parametrize("name", POISONED)
 @in_every_run(mosaic=["head windows-paged_prefill", "8 bits, scales of groups-paged_decode"])
 def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str) -> None:
-    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
+    """Poisoned and clean inputs give the same bits. Interpreted kernels run the other tests on poisoned inputs only."""
     check(operation, backend, draw(backend, POISONED[name]), clean=True)
 
 
@@ -265,7 +273,7 @@ def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_prefill"])
 def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
-    """Queries without visible keys have output 0, also next to queries with infinite values."""
+    """Queries without visible keys have output 0, also if the values that other queries see are infinite."""
     case = replace(paged_cases.DRAFTS, kv_lens=(3, 5, 2, 1, 9), q_lens=(4,) * 5, sinks="-inf")
     inputs = draw(backend, case)
     empty = np.isneginf(operation.expected(inputs)[1])
@@ -299,7 +307,7 @@ def test_no_tokens_at_all(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla")
 def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
-    """A prompt in one chunk and the same prompt in several chunks have the same result."""
+    """Each chunk of a prompt has the result of the same tokens in a prefill of the whole prompt."""
     whole = draw(backend, packed((40, 0, 0, 0), (40, 0, 0, 0)))
     arrays = whole.prefill(poisoned=False)
     want, want_lse = PREFILL.run(backend, whole.case, arrays)
@@ -317,7 +325,7 @@ def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla")
 def test_agrees_with_decode(backend: Backend) -> None:
-    """Prefill and decode agree on a draft of three tokens per sequence."""
+    """Prefill and decode return the same result for three new tokens per sequence."""
     case = replace(SAMPLE, kv_lens=(3, 16, 17, 128), q_lens=(3,) * 4, queries=3, tokens=12)
     inputs = draw(backend, case)
     got = PREFILL.run(backend, case, inputs.prefill())
@@ -330,7 +338,7 @@ def test_agrees_with_decode(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("reference", "xla", "mosaic", "triton")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
-    """8-bit queries and queries that the call rounds to 8 bits have the same bits."""
+    """Queries that the caller rounds to 8 bits give the same bits as queries that the call rounds."""
     case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
     inputs = draw(backend, case)
     arrays = inputs.decode()
@@ -339,14 +347,16 @@ def test_queries_that_come_in_8_bits(backend: Backend) -> None:
     harness.assert_same_bits(rounded, DECODE.run(backend, inputs.case, came, out_dtype="float16"))
 
 
-# --- rows and batches
+# --- order and number of sequences, plans
 
 
 @slow_cases("triton", "mosaic")
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """Shuffled batch rows, and one row among idle rows: equal bits in `fixed` mode with plans, else close."""
+    """A sequence has the same result in a shuffled batch and among idle sequences. With plans of `fixed` mode, the bits
+    are equal; without plans, results are close.
+    """
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 40, 100, 1, 0, 65)))
     case, arrays = inputs.case, inputs.decode()
     batch = len(case.kv_lens)
@@ -376,7 +386,9 @@ def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @in_every_run("xla", mosaic=["fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
-    """Plans that split rows between CTAs, give several rows to one CTA, and leave CTAs without work."""
+    """Results are correct with plans that split the pages of a KV head between CTAs, assign several KV heads or
+    sequences to one CTA, and leave CTAs without work.
+    """
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = inputs.decode()
     plan = plan_for(backend, inputs.case, arrays, mode)
@@ -389,7 +401,9 @@ def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_tokens_of_a_mixed_step(backend: Backend) -> None:
-    """With `out`, a decode writes the first tokens of a packed output with the same bits, and changes nothing else."""
+    """`out` is an output [T, Hq, D] of packed tokens, of which the first B · Q are decode tokens. A decode call writes
+    these tokens with the same bits as without `out`, and changes no other token.
+    """
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = planned(backend, inputs.case, inputs.decode())
     out, lse = DECODE.run(backend, inputs.case, arrays)
@@ -403,7 +417,7 @@ def test_tokens_of_a_mixed_step(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_without_a_plan(backend: Backend) -> None:
-    """Without `plan`, the call plans from its arguments."""
+    """A call without the argument `plan` makes its own plan."""
     inputs = draw(backend, SAMPLE)
     got = DECODE.run(backend, inputs.case, inputs.decode())
     harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
@@ -413,7 +427,7 @@ def test_without_a_plan(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla", "mosaic")
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """A sequence among empty sequences has the same result as in the full batch."""
+    """A sequence has the same result in the full batch and in a batch whose other sequences are empty."""
     inputs = draw(backend, CHUNK)
     arrays = inputs.prefill()
     out, lse = PREFILL.run(backend, inputs.case, arrays)
@@ -432,7 +446,9 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
-    """A kernel may skip masking if all query rows see a tile. A NaN query must not make it skip for other heads."""
+    """A kernel may omit the mask for a tile of keys that all queries see. NaN queries of one head must not change the
+    results of other heads.
+    """
     inputs = draw(backend, paged_cases.TREE)
     arrays = planned(backend, inputs.case, inputs.decode())
     clean = DECODE.run(backend, inputs.case, arrays)
@@ -446,7 +462,7 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_decode"])
 def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
-    """Outputs are 0 for NaN queries if all pages of the sequences are absent."""
+    """NaN queries without visible keys have output 0 and LSE -inf. All entries of the tables are PAGE_NONE."""
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[:] = PAGE_NONE
     arrays = operation.arguments(inputs, poisoned=True)
@@ -486,7 +502,11 @@ LARGE_PREFILL = PagedCase(
 @both(backends.is_compiled_and_lean)
 @in_every_run(xla=["paged_decode"])
 def test_large_tiles(operation: Operation, backend: Backend) -> None:
-    """The configuration that users get, on rows with several of its tiles and groups."""
+    """Results of the default configuration equal `reference`.
+
+    The default configuration (tuned or heuristic) has larger tiles of tokens and larger groups of sequences than the
+    configuration of other tests. Sequences are long enough for several of these tiles.
+    """
     inputs = draw(backend, LARGE_DECODE if operation is DECODE else LARGE_PREFILL)
     arrays = operation.arguments(inputs)
     got = operation.run(backends.as_users_get(backend), inputs.case, arrays)
@@ -497,7 +517,9 @@ def test_large_tiles(operation: Operation, backend: Backend) -> None:
 @every_backend("paged_prefill", backends.is_compiled_and_lean)
 @in_every_run()
 def test_seventy_thousand_tokens(backend: Backend) -> None:
-    """More query tokens than the maximum of a GPU grid dimension, with and without a cached prefix."""
+    """A call may have more query tokens than 65,535, the maximum of the second and third dimension of a GPU grid. The
+    sequences are prompts with and without a cached prefix.
+    """
     rng, window, page_size, head_dim = harness.fresh_rng(), 16, 16, 8
     kv_lens, q_lens = (60_010, 9_000, 1_500), (60_000, 9_000, 1_000)
     num_pages = [-(-n // page_size) for n in kv_lens]
@@ -522,9 +544,11 @@ def test_seventy_thousand_tokens(backend: Backend) -> None:
 
 
 def windowed_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> Result:
-    """Return the attention of the newest queries [n, H, D] of one sequence over the last `window` keys of [K, D]."""
+    """Return output and LSE of the queries [n, H, D] of the newest tokens of one sequence, whose keys and values are
+    [K, D]. Each query sees `window` keys.
+    """
     position = np.arange(len(k) - len(q), len(k))
-    seen = position[:, None] - np.arange(window)  # [n, window], newest first
+    seen = position[:, None] - np.arange(window)  # [n, window], positions of visible keys, newest first
     scores = np.einsum("nhd,nwd->nhw", q, k[np.maximum(seen, 0)]) * q.shape[-1] ** -0.5
     scores = np.where((seen >= 0)[:, None], scores, -np.inf)
     highest = scores.max(axis=-1, keepdims=True)
@@ -592,7 +616,7 @@ def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
     transformations.assert_traced_once(operation.function, backend.variant, calls)
 
 
-# --- what is compiled
+# --- compiled programs
 
 
 def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
@@ -615,7 +639,7 @@ def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
 )
 @in_every_run(xla=["float32-None-paged_decode", "int8-4-paged_decode", "int8-4-paged_prefill"])
 def test_no_copy_of_the_cache(operation: Operation, backend: Backend, dtype: Any, scales: Any) -> None:
-    """Compile one step of a loop that carries the donated cache."""
+    """A compiled loop of decode or prefill calls does not copy the donated cache, which is the carry of the loop."""
 
     def loop(kv: PagedKV, **arrays: Any) -> Any:
         def step(kv: PagedKV, _: None) -> Any:

@@ -1,4 +1,7 @@
-"""Contract of `ragged_attention`: each implementation with each awkward input."""
+"""Contract of `ragged_attention`: every backend is tested with unusual inputs.
+
+Poisoned inputs have NaN, infinities or garbage in all elements that must not affect the result.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("ragged_attention")
@@ -39,7 +42,7 @@ class RaggedCase:
       tokens, keys: numbers of packed queries and of packed keys, including padding after the last sequence.
       dtype: dtype of the arrays, or None for `Backend.dtype`.
       exact: whether inputs are integers with exact dot products, near +5e5 in some sequences and near -5e5 in others.
-      sinks: whether there are learned sinks: ordinary size, +40 and -inf, mixed.
+      sinks: whether the call has sink logits, some of ordinary size, some +40 and some -inf.
     """
 
     q_lens: tuple[int, ...]
@@ -59,19 +62,19 @@ class RaggedCase:
 
     @property
     def static(self) -> dict[str, Any]:
-        """Arguments of the call that are not arrays."""
+        """Return the arguments of the call that are not arrays."""
         static = {"causal": self.causal, "window": self.window, "soft_cap": self.soft_cap}
         return {name: value for name, value in static.items() if value is not None}
 
     @property
     def value_scale(self) -> float:
-        """Factor of keys and values, and divisor of queries."""
+        """Return the factor of random keys and values. Queries are divided by the same factor."""
         return 1.0 if self.dtype == "float32" else harness.HALF_SCALE
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with drawn values. `visible`, bool [T, U], is the mask of queries and keys."""
+    """Random inputs of a case. `visible`, bool [T, U], is true if the query of a token sees a key."""
 
     case: RaggedCase
     rng: np.random.Generator
@@ -104,7 +107,7 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), k.astype(case.dtype), v.astype(case.dtype), visible, sinks)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments. Padding and invisible keys are poison, or 0."""
+        """Return the array arguments. Padding and invisible keys are poisoned if `poisoned`, else 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding, unseen = np.arange(self.case.tokens) >= sum(self.case.q_lens), ~self.visible.any(axis=0)
         return {
@@ -151,7 +154,11 @@ def run(backend: Backend, case: RaggedCase, arguments: dict[str, Any], **static:
 
 
 def check(backend: Backend, case: RaggedCase, *, clean: bool | None = None) -> None:
-    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
+    """Check that the result for poisoned inputs equals attention in NumPy.
+
+    If `clean`, check that inputs without poison give the same bits. The default is True, except for interpreted
+    kernels, which are slow.
+    """
     inputs = draw(backend, case)
     # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
@@ -173,7 +180,7 @@ LENGTHS = {
     "no padding": ((10, 10, 1, 19), (17, 16, 15, 8)),
     "one sequence has it all": ((0, 40, 0, 0), (0, 56, 0, 0)),
 }
-# Lengths with several blocks and tiles.
+# Sequences that need several blocks of queries and several tiles of keys.
 LONG = RaggedCase((3, 0, 141, 20), (70, 9, 150, 5), tokens=173, keys=243, q_heads=1, kv_heads=1)
 LONG_LENGTHS = {
     "prefixes, no queries, more queries than keys, padding": (LONG.q_lens, LONG.kv_lens),
@@ -221,7 +228,7 @@ def test_long_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[
 @backends.every_backend("ragged_attention", lambda backend: backend.kernels)
 @in_every_run("mosaic")
 def test_poison_changes_no_bit(backend: Backend) -> None:
-    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
+    """Poisoned and clean inputs give the same bits. Interpreted kernels run the other tests on poisoned inputs only."""
     check(backend, LONG, clean=True)
 
 
@@ -240,7 +247,9 @@ def test_any_lengths(backend: Backend, causal: bool) -> None:
 @every_backend
 @in_every_run("reference", "xla", "mosaic")
 def test_large_scores_of_either_sign(backend: Backend, causal: bool) -> None:
-    """Notices a mask value of -1e5 instead of -inf: in odd sequences all visible scores are lower."""
+    """Detect a kernel that masks scores with -1e5 instead of -inf. In odd sequences, all visible scores are near -5e5,
+    so masked keys would have the largest weights.
+    """
     check(backend, replace(BASE, exact=True, causal=causal))
 
 
@@ -310,7 +319,9 @@ def test_options(backend: Backend, name: str) -> None:
 @backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")
 @in_every_run()
 def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
-    """The number of visited tiles of 16 keys depends on the windows of a block of queries, not on the length."""
+    """The number of tiles of 16 keys that a block of queries visits depends on the window (20), not on the length
+    (1000).
+    """
     case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
     inputs = draw(backend, case)
     with mock.patch.object(xla, "attend_rows", wraps=xla.attend_rows) as walk, backend.variant.settings():
@@ -350,7 +361,7 @@ def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     harness.assert_same_bits(halved, out)
 
 
-# --- what must not leak
+# --- NaNs and infinities must not spread
 
 
 @slow_cases("mosaic")
@@ -387,7 +398,7 @@ def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: 
 
 
 def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
-    """Queries without visible keys have output 0, also next to queries with infinite values."""
+    """Check that queries without visible keys have output 0 if the values that other queries see are infinite."""
     inputs = draw(backend, case)
     inputs.v[inputs.visible.any(axis=0)] = np.inf
     empty = ~inputs.visible.any(axis=1)
@@ -418,7 +429,9 @@ def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
 @bounded_backend
 @in_every_run()
 def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
-    """70,000 query tokens, in one sequence and in many."""
+    """A call may have 70,000 query tokens, which exceeds 65,535, the maximum of the second and third dimension of a GPU
+    grid. The tokens are in one or in many sequences.
+    """
     rng = harness.fresh_rng()
     q = harness.normal(rng, (70_000, 1, 4), "float32")
     k, v = (harness.normal(rng, (140, 1, 4), "float32") for _ in range(2))
@@ -455,7 +468,7 @@ def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, c
     assert temp_bytes(4096, 65536) <= small + 4096
 
 
-# --- rows and batches, transformations and compiled programs
+# --- order and number of sequences, transformations and compiled programs
 
 
 @every_backend
@@ -507,7 +520,7 @@ def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
 def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     other = replace(BASE, q_lens=(0, 9, 4, 2), kv_lens=(1, 9, 30, 16))
-    # All inputs are finite: under vmap, padding queries of one call meet the lengths of the other call.
+    # Inputs are not poisoned, because under vmap, a token that is padding in one call may have keys in the other call.
     calls = [draw(backend, case, rng).arguments(poisoned=False) for case in (BASE, other)]
     call = attend(backend, True, return_lse=True)
     transformations.assert_vmaps(call, calls, backend.variant.tolerance(backend.dtype), over="q")
@@ -523,7 +536,9 @@ def test_exported(backend: Backend) -> None:
 @every_backend
 @in_every_run("xla")
 def test_inside_a_scan(backend: Backend) -> None:
-    """Layers of one model share the lengths and have separate arrays."""
+    """A scan over three layers equals three calls. Layers have separate queries, keys and values,
+    and the same lengths.
+    """
     inputs = [draw(backend, BASE) for _ in range(3)]
     calls = [i.arguments() for i in inputs]
     layers = {name: jnp.stack([call[name] for call in calls]) for name in ("q", "k", "v")}

@@ -1,5 +1,7 @@
-"""Contract of `ragged_paged_attention`: it writes new tokens and attends to all tokens of each sequence, for any mix of
-decodes and chunks and any padding of the arrays.
+"""Contract of `ragged_paged_attention`, which writes the keys and values of new tokens and computes attention to all
+tokens of each sequence.
+
+A step may have any mix of decode tokens and prompt chunks, and its arrays may be padded in several ways.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 S, P, PS, N, T, HQ, HKV, D = 5, 4, 16, 24, 40, 4, 2, 64
@@ -50,13 +52,14 @@ every_backend = functools.partial(backends.every_backend, "paged_prefill")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step with drawn values.
+    """Random inputs of one call.
 
     Attributes:
-      new, lens: numbers of new tokens and of all tokens of each sequence. S may be larger.
-      k, v: keys and values of the new tokens. Rows past the last sequence are poison.
-      pages: K and V pages before the step. Slots without a token are poison.
-      tables: [S, P]. Entries without a token are garbage.
+      new, lens: numbers of new tokens and of all tokens of each sequence. The call has S sequences; the rest are
+        padding.
+      k, v: keys and values of the new tokens. Padding tokens have NaN or infinities.
+      pages: pages of keys and of values before the call. Cache slots without a token have NaN or infinities.
+      tables: [S, P]. Entries of pages without a token are invalid page ids.
     """
 
     new: tuple[int, ...]
@@ -85,7 +88,11 @@ class Step:
         return Step(new, lens, (8 * packed(HQ)).astype(dtype), packed(HKV), packed(HKV), (k, v), tables)
 
     def arguments(self, behind: str = "zeros", *, distribution: bool = False) -> dict[str, Any]:
-        """Return sums and lengths padded to more sequences, in one of the ways that engines use."""
+        """Return the arguments of the call, padded to S sequences.
+
+        Prefix sums and lengths of padding are zeros, the last sum ("ends"), or invalid numbers ("garbage"). Engines use
+        all of these paddings.
+        """
         sums, missing = np.cumsum((0, *self.new), dtype=np.int32), S - len(self.new)
         fill = {"zeros": 0, "ends": sums[-1], "garbage": harness.GARBAGE}[behind]
         arguments = {
@@ -103,7 +110,7 @@ class Step:
         return arguments
 
     def written(self) -> tuple[np.ndarray, ...]:
-        """Return the pages after the step."""
+        """Return the expected pages after the call."""
         pages, start = tuple(x.copy() for x in self.pages), 0
         for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
             token = np.arange(length - count, length)
@@ -113,7 +120,7 @@ class Step:
         return pages
 
     def expected(self, *, causal: bool = True, window: int | None = None, **options: Any) -> np.ndarray:
-        """Return the output [T, Hq, D] in float64."""
+        """Return the attention output [T, Hq, D] over the pages after the call, computed in float64."""
         out, start, pages = np.zeros(self.q.shape), 0, self.written()
         for row, count, length in zip(self.tables, self.new, self.lens, strict=False):
             token = np.arange(length)
@@ -160,7 +167,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) ->
     harness.assert_close("output", out, want, backend.variant.tolerance(step.q.dtype)[0])
 
 
-# --- what a step gives
+# --- results of a step
 
 
 @slow_cases("xla-a decode between chunks")
@@ -179,7 +186,7 @@ def test_mixes(backend: Backend, name: str) -> None:
 @in_every_run("xla", "triton")
 @unsupported(mosaic="takes pages of 16, 32, 64 or 128 tokens, got 1")
 def test_tokens_before_heads(backend: Backend) -> None:
-    """Pages [N, ps, Hkv, D] are written and read as pages of one token each."""
+    """Pages of layout [N, ps, Hkv, D] work without a copy, as pages of one token each."""
     step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng())
     arguments = step.arguments("garbage", distribution=True)
     arguments["kv"] = view_nhd(*(jnp.asarray(np.moveaxis(x, 1, 2)) for x in step.pages))
@@ -191,7 +198,9 @@ def test_tokens_before_heads(backend: Backend) -> None:
 
 @pytest.mark.slow
 def test_pages_with_tokens_before_heads_are_not_copied() -> None:
-    """A step over such pages needs less temporary memory than one of the two arrays: it does not copy them."""
+    """A step over pages of layout [N, ps, Hkv, D] needs less temporary memory than the keys, so it
+    does not copy pages.
+    """
     pages = jnp.zeros((1024, PS, HKV, D), jnp.bfloat16)
     tables, lens = jnp.zeros((2, 4), jnp.int32), jnp.array([33, 9], jnp.int32)
     new = jnp.ones((2, HKV, D), jnp.bfloat16)
@@ -246,7 +255,7 @@ def test_padding_changes_no_bit() -> None:
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Draw the new tokens and lengths of up to S sequences. Many sequences are decodes."""
+    """Draw the numbers of new tokens and of all tokens of up to S sequences. Many sequences have one new token."""
     new = draw(st.lists(st.one_of(st.just(1), st.integers(0, T // S)), max_size=S))
     return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
 
@@ -255,7 +264,7 @@ def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
 def test_any_traffic(mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, behind: str) -> None:
-    """The result equals numpy and `reference`."""
+    """The result equals attention in NumPy and the result of `reference`, for random steps."""
     step = Step.draw(*mix, "float32", np.random.default_rng(seed))
     reference = run(REFERENCE, step.arguments(behind, distribution=True))
     got = run(XLA, step.arguments(behind, distribution=True))
@@ -321,7 +330,9 @@ SCALES = {"a number": (0.5, 0.25), "an array": (np.float32(0.5), np.float32(0.25
 @every_backend()
 @in_every_run(xla=["float8_e4m3fn-an array"])
 def test_quantised_tokens(backend: Backend, dtype: Any, name: str) -> None:
-    """8-bit tokens are stored unchanged. Their value is the stored number times the given scale."""
+    """Keys and values that are 8-bit already are stored unchanged. Attention multiplies them by `k_scale` and
+    `v_scale`.
+    """
     rng = harness.fresh_rng()
     plain, scales = Step.draw(*MIXED, backend.dtype, rng), [np.asarray(scale, np.float32) for scale in SCALES[name]]
     count = sum(plain.new)
@@ -349,7 +360,7 @@ def test_quantised_tokens(backend: Backend, dtype: Any, name: str) -> None:
         v=meant(v, scales[1], 1),
         pages=tuple(meant(pool, scale, 1) for pool, scale in zip(pools, scales, strict=True)),
     )
-    absolute = 1e-3 if step.q.dtype == np.float32 else 0.5  # for values up to 127
+    absolute = 1e-3 if step.q.dtype == np.float32 else 0.5  # values are up to 127, so errors are larger
     tolerance = dataclasses.replace(backend.variant.tolerance(step.q.dtype)[0], absolute=absolute)
     harness.assert_close("output", out, of_values.expected(sm_scale=0.002), tolerance)
 
@@ -369,7 +380,9 @@ def test_plain_tokens_are_quantised_by_the_cache_s_own_scales() -> None:
 
 
 def test_tables_of_heads() -> None:
-    """Head-wise tables with page rows, and different windows per head."""
+    """Test head-wise tables [S, Hkv, P], whose entries are the ids of page rows (one page of one KV head), together
+    with a window per head.
+    """
     step = Step.draw(*MIXED, "float32", harness.fresh_rng())
     rows = np.where(step.tables < N, step.tables, -1)[:, None] * HKV + np.arange(HKV)[:, None]
     window = HeadWindow(jnp.full((HKV,), 11, jnp.int32), jnp.zeros((HKV,), jnp.int32))
@@ -381,7 +394,7 @@ def test_tables_of_heads() -> None:
 @slow_cases("int8")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
-    """The result is the same inside a loop, also with `distribution` on the device."""
+    """A compiled loop over steps does not copy the donated cache. `distribution` is an array on the device."""
     spec = kv_cache_spec(
         num_pages=4096,
         page_size=PS,
@@ -405,13 +418,13 @@ def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
     harness.assert_stays_put(jax.jit(steps, donate_argnums=0), kv.k, kv, rest)
 
 
-# --- surroundings
+# --- transformations, errors and empty inputs
 
 
 @slow_cases("own1")
 @pytest.mark.parametrize("own", [("q", "k", "v"), ("kv",), ("page_indices",), ("kv_lens", "distribution")])
 def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
-    """`jax.shard_map` accepts the call with its default check of varying axes."""
+    """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), "float32", harness.fresh_rng())
     arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -517,7 +530,9 @@ def test_errors_name_the_argument(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_queries_of_8_bits(dtype: Any) -> None:
-    """Results equal a call with queries rounded by the caller, for decodes and chunks."""
+    """A call with `q_scale` divides queries by the scale and rounds them to 8 bits. The result equals a call with
+    queries that the caller has rounded. The step has decode tokens and prompt chunks.
+    """
     arguments = jax.tree.map(jnp.asarray, Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments())
     pages = [jnp.nan_to_num(x, posinf=1, neginf=1).astype(dtype) for x in (arguments["kv"].k, arguments["kv"].v)]
     arguments["kv"] = PagedKV(*pages, *[jnp.full((HKV,), 0.02, jnp.float32)] * 2)
@@ -533,7 +548,7 @@ def test_queries_of_8_bits(dtype: Any) -> None:
 
 @pytest.mark.slow
 def test_a_scale_of_queries_needs_a_cache_of_8_bits() -> None:
-    """A scale has no effect on caches of 16 and 32 bits."""
+    """`q_scale` has no effect with a cache of 16 or 32 bits, and is not supported with an int8 cache."""
     arguments = jax.tree.map(jnp.asarray, Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments())
     harness.assert_same_bits(ragged_paged_attention(**arguments, q_scale=0.5), ragged_paged_attention(**arguments))
     pages = jnp.zeros(arguments["kv"].k.shape, jnp.int8)
@@ -542,12 +557,14 @@ def test_a_scale_of_queries_needs_a_cache_of_8_bits() -> None:
         ragged_paged_attention(**arguments, q_scale=0.5)
 
 
-# --- the code of others
+# --- comparison with tpu-inference
 
 
 def call_padded(q: Any, k: Any, v: Any, kv: tuple[Any, Any], *rest: Any, attention_sink: Any, **options: Any) -> Any:
-    """Call our operation over pages [N, ps, heads, columns] with more heads and columns than the new tokens have. New
-    tokens are padded with zeros. Scales of 8-bit caches are arguments.
+    """Call `ragged_paged_attention` with a cache of layout [N, ps, heads, columns] that has more heads and columns than
+    the new tokens have.
+
+    New tokens are padded with zeros. An 8-bit cache has scales of 1, because the scales are arguments of the call.
     """
     heads, columns = kv[0].shape[2:]
     group, tokens = q.shape[1] // k.shape[1], q.shape
@@ -567,7 +584,9 @@ UNUSED = ("m_block_sizes", "num_kv_pages_per_block", "num_queries_per_block", "v
 
 
 def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """Convert the arguments of tpu-inference. In its cache, K and V of a head alternate."""
+    """Call `ragged_paged_attention` with the arguments of tpu-inference. In its cache, keys and values of a head
+    alternate.
+    """
     pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
     options = {name: x for name, x in options.items() if name not in UNUSED}
     causal, kv = options.pop("use_causal_mask"), (pages[:, :, 0::2], pages[:, :, 1::2])
@@ -576,7 +595,9 @@ def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **op
 
 
 def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """Convert the arguments of tpu-inference for heads of 64. In its cache, K and V of a head share a row."""
+    """Call `ragged_paged_attention` with the arguments of tpu-inference for heads of 64 columns. In its cache, the key
+    and the value of a head are in the same 128 columns.
+    """
     pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
     options = {name: x for name, x in options.items() if name not in UNUSED}
     lengths, sink = rest[:4], rest[4] if len(rest) > 4 else None
@@ -594,7 +615,9 @@ def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any
     ],
 )
 def test_the_grid_of_tpu_inference(file: str, name: str, case: str, call: Callable[..., Any]) -> None:
-    """The tests of tpu-inference compare our operation with their reference."""
+    """Run the tests of tpu-inference with its kernel replaced by our operation. They compare it
+    with their reference.
+    """
     module = tpu_inference.module(f"tests/kernels/ragged_paged_attention_kernel_{file}_test")
     with mock.patch.object(module, name, call):
         refused = tpu_inference.run(getattr(module, case), "test_ragged_paged_attention_")

@@ -1,6 +1,7 @@
-"""Random calls of `ragged_paged_attention` over int8 and fp8 caches: `xla` and `triton` against `reference`.
+"""Random calls of `ragged_paged_attention` over int8 and fp8 caches. Results of `xla` and `triton` are compared with
+`reference`.
 
-Each call also runs with a donated cache, with `jax_enable_x64`, or with heads split over two devices.
+Calls run in four ways: plainly, with a donated cache, with `jax_enable_x64`, and with heads split over two devices.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, ragged_paged_attenti
 from pallas_attn.types import QMAX
 from tests.kit import harness
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedStep:
-    """A drawn call: array arguments, static arguments, and which slots hold tokens after it, bool [N, ps]."""
+    """A random call: its array arguments, its static arguments, and the cache slots that have a token after the call
+    (bool [N, ps]).
+    """
 
     arrays: dict[str, Any]
     static: dict[str, Any]
@@ -117,7 +120,7 @@ def draw(rng: np.random.Generator, *, kernels: bool = False, even_heads: bool = 
 def run(step: QuantisedStep, implementation: str, how: str = "plain") -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return output and cache of the jitted call, run in one of the ways of `WAYS`."""
     function = functools.partial(ragged_paged_attention, implementation=implementation, **step.static)
-    arrays = jax.tree.map(jnp.array, step.arrays)  # copies, which may be donated
+    arrays = jax.tree.map(jnp.array, step.arrays)  # copies, because the call may donate them
     with contextlib.ExitStack() as stack:
         if how == "x64":
             stack.enter_context(jax.enable_x64(True))
@@ -135,7 +138,7 @@ def run(step: QuantisedStep, implementation: str, how: str = "plain") -> tuple[n
 
 
 def split(name: str, x: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the shardings of an argument whose KV heads are split over a mesh."""
+    """Return the shardings of an argument, with query and KV heads split over a mesh."""
     specs = {"q": P(None, "x"), "k": P(None, "x"), "v": P(None, "x"), "attention_sink": P("x")}
 
     def of(leaf: jax.Array) -> NamedSharding:
@@ -151,7 +154,7 @@ def split(name: str, x: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def check(step: QuantisedStep, implementation: str, how: str) -> None:
-    """Compare with `reference`. Slots without a token are unchanged."""
+    """Compare output and cache with `reference`, and check that cache slots without a token are unchanged."""
     out, cache = run(step, implementation, how)
     want, want_cache = run(step, "reference")
     rounded = step.arrays["q"].dtype != np.float32
@@ -185,7 +188,9 @@ def test_random_steps(implementation: str, how: str) -> None:
 
 
 def with_head_scales(seed: int) -> QuantisedStep:
-    """Return a drawn call over an even number of KV heads, with a scale per head as arguments."""
+    """Return a random call with an even number of KV heads. Its arguments `k_scale` and `v_scale` have a scale per
+    head.
+    """
     rng = np.random.default_rng(seed)
     while True:
         step = draw(rng, even_heads=True)
@@ -197,12 +202,14 @@ def with_head_scales(seed: int) -> QuantisedStep:
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_scales_of_heads_split_over_devices() -> None:
-    """Scale arguments are split like the heads."""
+    """`k_scale` and `v_scale` are split over devices in the same way as the KV heads."""
     check(with_head_scales(1), "xla", "mesh")
 
 
 def test_token_groups_with_64_bits() -> None:
-    """The loop over groups that hold earlier tokens counts in int32."""
+    """A call with scales per group of tokens works with `jax_enable_x64`. New tokens join groups with earlier tokens,
+    and the loop over these groups must count in int32.
+    """
     rng = np.random.default_rng(2)
     while True:
         step = draw(rng)

@@ -1,10 +1,11 @@
 """Operations on arrays that are split over two devices, inside `jax.shard_map`, with and without `check_vma`.
 
-Results equal single-device calls on the parts bit for bit. Contexts split over devices are merged, so results are
-close. The Mosaic interpreter runs the kernel of one device at a time. Mosaic kernels are therefore only traced here;
-they run on a mesh of one device in test_surroundings.py, and are compiled for two GPUs in tests/aot.
-tests/test_parallel.py has more tests of split contexts, and tests/runtime/test_sharded_calls.py has operations outside
-`jax.shard_map`.
+If sequences or heads are split, results equal single-device calls on the parts bit for bit. If contexts (the pages of a
+sequence) are split, partial results are merged, and results are close.
+
+The Mosaic interpreter runs the kernel of one device at a time. Mosaic kernels are therefore only traced here; they run
+on a mesh of one device in test_surroundings.py, and are compiled for two GPUs in tests/aot. tests/test_parallel.py has
+more tests of split contexts, and tests/runtime/test_sharded_calls.py tests operations outside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.contract.targets import TARGETS, ints
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices"),
@@ -47,7 +48,7 @@ HEADS: dict[str, tuple[dict[str, P], P]] = {
     "chosen latents": ({"q_latent": TOKENS, "q_rope": TOKENS}, TOKENS),
     "chosen latents, 8 bits": ({"q_latent": TOKENS, "q_rope": TOKENS}, TOKENS),
 }
-"""For each target: partition specs of arguments and result, split by heads."""
+"""For each test call of tests/contract/targets.py: partition specs of arguments and results if heads are split."""
 
 IN_EVERY_RUN = {
     "reference": ("heads-write",),
@@ -55,12 +56,16 @@ IN_EVERY_RUN = {
     "mosaic": (),
     "triton": ("heads-write", "sequences-choice"),
 }
-"""Cases of `make test`. tests/runtime/test_sharded_calls.py runs all operations of `xla` in `jax.shard_map`, too. All
-kernels of one language enter `jax.shard_map` by the same code, and take long to interpret."""
+"""Cases of `make test`, except cases that `slow_cases` marks. Few are enough: tests/runtime/test_sharded_calls.py runs
+all operations of `xla` in `jax.shard_map`, too, and all kernels of one language use the same code inside
+`jax.shard_map`. Interpreted kernels are slow.
+"""
 
 
 def params() -> list[Any]:
-    """Return each target with each backend. `check_vma` alternates; cases of `make test` have both values."""
+    """Return parameters for each test call, backend and split. Slow cases have alternating values of `check_vma`; cases
+    of `make test` have both values.
+    """
     found, turn = [], 0
     for name, target in TARGETS.items():
         for backend in backends.backends_of(target.op):
@@ -90,7 +95,7 @@ def split_of(split: str, name: str) -> tuple[dict[str, Any], dict[str, P], Any]:
 
 
 def part(tree: Any, spec: P, device: int) -> Any:
-    """Return the part of one device of arrays that are split over two devices."""
+    """Return one device's part of arrays that are split over two devices."""
     if "x" not in spec:
         return tree
     axis = spec.index("x")
@@ -124,10 +129,10 @@ def test_parts_on_two_devices(backend: Backend, split: str, name: str, check_vma
     harness.assert_same_bits(jax.device_get(jax.jit(shard(function))(arrays)), want)
 
 
-# --- contexts
+# --- split contexts
 
 DEALT = ints([0, 6, 1, 7], [2, 8, 3, 9], [4, 10, 5, 11])
-"""Tables over 12 pages. Entry j is a page of device j % 2."""
+"""Block tables over 12 pages, of which device 0 has pages 0 to 5. Entry j of a table is a page of device j % 2."""
 CONTEXTS = ("decode", "decode, int8", "latents, few heads", "latents, 8 bits")
 
 
@@ -146,7 +151,9 @@ def context_params() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name", "check_vma"), context_params(), indirect=["backend"])
 def test_contexts_on_two_devices(backend: Backend, name: str, check_vma: bool) -> None:
-    """tests/test_parallel.py has the other cases of `xla`."""
+    """Decode with the pages of each sequence split over two devices equals `reference`. tests/test_parallel.py has more
+    cases of `xla`.
+    """
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, {**target.arrays, "block_tables": DEALT})
     static = {key: value for key, value in target.static.items() if key != "return_lse"}

@@ -1,5 +1,5 @@
-"""Calls inside `jax.shard_map`, with 64-bit integers, with lists and with empty batches return the usual result.
-Gradients and symbolic sizes raise errors of this library.
+"""Calls inside `jax.shard_map`, with `jax_enable_x64`, with 64-bit integers, with lists and with empty batches return
+the same result as plain calls. Gradients and symbolic sizes raise errors of this library.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.contract.targets import (
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys are NaN; products with them warn, and the mask removes the result.
+# Inputs have NaN at masked keys. NumPy warns about matrix products with NaN; the mask discards these products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 XLA = next(backend for backend in BACKENDS if backend.name == "xla")
 NEW = ("q", "q_latent", "q_rope", "k", "v", "latent", "latent_new", "keys", "scores")
-"""Arguments that are split over shards. Tables, lengths and caches are replicated."""
+"""Names of arguments that `sharded` splits over the mesh by default. Tables, lengths and caches are replicated."""
 
 
 def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
-    """Return each target with each supported backend for which `wanted` is true."""
+    """Parametrize a test over the test calls of tests/contract/targets.py and their supported, `wanted` backends."""
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
@@ -65,7 +65,9 @@ def call(target: Target, backend: Backend) -> Any:
 
 
 def sharded(function: Any, own: tuple[str, ...] = NEW) -> Any:
-    """Return the function in a default `jax.shard_map` on a mesh of one device. Arguments `own` vary over its axis."""
+    """Return the function inside `jax.shard_map` on a mesh of one device. The arguments `own` are split over its axis,
+    and the other arguments are replicated. `jax.shard_map` checks varying axes by default.
+    """
     mesh, spec = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
     specs = (spec("x"), spec())
 
@@ -107,7 +109,9 @@ def test_inside_a_shard_map(backend: Backend, name: str) -> None:
     ),
 )  # fmt: skip
 def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> None:
-    """Each of queries and new tokens, caches, tables, and lengths varies alone."""
+    """Tracing succeeds if only the arguments `own` vary over the mesh axis: queries and new tokens, caches, tables, or
+    lengths.
+    """
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
     jax.eval_shape(sharded(call(target, backend), own), arrays)
@@ -124,7 +128,9 @@ def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> N
     triton=all_but("decode of heads", "decode, int8", "latents, few heads"),
 )  # fmt: skip
 def test_kernels_are_traced_inside_a_shard_map(backend: Backend, name: str) -> None:
-    """Results vary over the axis, so `jax.shard_map` rejects output specs without it."""
+    """Results of kernels have the same shapes as outside `jax.shard_map`, and vary over the mesh axis. `jax.shard_map`
+    therefore rejects output specs without the axis.
+    """
     target = TARGETS[name]
     arrays, function = jax.tree.map(jnp.asarray, dict(target.arrays)), call(target, backend)
     types: list[Any] = []
@@ -204,7 +210,7 @@ def test_64_bits_of_an_epsilon_are_none_of_a_norm() -> None:
         harness.assert_same_bits(run(np.float64(1e-5)), want)
 
 
-# --- gradients, and sizes that are not known
+# --- gradients and symbolic sizes
 
 
 @slow_cases("triton-gather, 8 bits")
@@ -263,7 +269,7 @@ def test_symbolic_sizes_are_refused_by_name() -> None:
     "name", ["decode", "latents, few heads", "prefill", "ragged", "gather", "write", "choice of keys", "chosen latents"]
 )
 def test_lists_and_numpy_integers_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Implementations receive 64-bit integers as int32."""
+    """Metadata may be lists, or NumPy arrays of int16 or int64. Implementations receive int32 arrays."""
     target, calls = TARGETS[name], []
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
     monkeypatch.setattr(dispatch, "run", lambda call, implementation: calls.append(call) or (None, None))
@@ -288,7 +294,7 @@ def test_numbers_of_any_class_are_taken() -> None:
         jax.jit(lambda scale: paged_decode(**arrays, sm_scale=scale))(0.125)
 
 
-# --- nothing to do
+# --- empty batches
 
 
 def empty(name: str, **sizes: int) -> dict[str, Any]:
@@ -326,7 +332,7 @@ def test_an_empty_decode(name: str, sizes: dict[str, int], implementation: str) 
 @pytest.mark.parametrize("name", ["prefill", "ragged", "gather"])
 @pytest.mark.parametrize("implementation", dispatch.implementations("paged_prefill"))
 def test_tokens_of_no_sequence(name: str, implementation: str) -> None:
-    """With S = 0 all rows are padding."""
+    """In a call without sequences (S = 0), all tokens are padding, with output 0 and LSE -inf."""
     target, arrays = TARGETS[name], jax.tree.map(jnp.asarray, dict(TARGETS[name].arrays))
     arrays = arrays | {key: arrays[key][:1] for key in ("cu_q_lens", "cu_kv_lens") if key in arrays}
     arrays = arrays | {key: arrays[key][:0] for key in ("block_tables", "kv_lens") if key in arrays}

@@ -1,4 +1,8 @@
-"""`faster_lowering` returns what JAX's functions return, and replaces only known functions, within its context."""
+"""Tests of `faster_lowering`, a context that replaces functions of JAX by faster functions.
+
+Replacements return the same results as the functions of JAX. A function is replaced only if its source is known, and
+only inside the context.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ from pallas_attn.jax_patches import faster_lowering as patches
 from pallas_attn.jax_patches.faster_lowering import REPLACEMENTS, faster_lowering
 
 JAX = {replacement.title: getattr(replacement.place, replacement.name) for replacement in REPLACEMENTS}
-"""JAX's functions. No context is open while tests are collected."""
+"""The original functions of JAX by name. They are not replaced while pytest imports this file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Key of a variable. Its text is cheap, unlike the text of an MLIR operation."""
+    """Key of a variable of a constraint system. JAX uses MLIR operations as keys, which are slow to print."""
 
     number: int
     shape: tuple[int, ...] = (128,)
@@ -43,7 +47,7 @@ LAYOUTS = (fa.WGMMA_LAYOUT, fa.WGMMA_ROW_LAYOUT, fa.WGMMA_COL_LAYOUT, fa.TCGEN05
 
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enable the replacements, also where the environment of the test run disables them."""
+    """Enable the replacements, also if an environment variable of the test run disables them."""
     monkeypatch.delenv(patches.ENVIRONMENT_VARIABLE, raising=False)
 
 
@@ -89,7 +93,9 @@ def test_conjunction_of_systems_is_the_same_as_in_jax(first: dict, second: dict,
 
 
 def test_assignments_are_the_same_as_in_jax() -> None:
-    """The system has a known variable, a variable equal to a known one, and a variable whose layout is guessed."""
+    """Find layouts for a variable with a given layout, a variable that must be equal to it, and a variable whose layout
+    JAX has to guess.
+    """
     known = ConstraintSystem(
         assignments={VARIABLES[3]: RegisterLayout(fa.WGMMA_ROW_LAYOUT)},
         constraints=[
@@ -107,20 +113,22 @@ def test_assignments_are_the_same_as_in_jax() -> None:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Text of the MLIR modules that Mosaic lowers."""
+    """Return a list to which Mosaic appends the text of each MLIR module that it lowers."""
     texts: list[str] = []
     lower_module = core.lower_mgpu_module
 
     def record(module: ir.Module, *args: Any, **kwargs: Any) -> None:
         lower_module(module, *args, **kwargs)
-        texts.append(re.sub(r"body_\d+", "body", str(module)))  # JAX numbers the functions
+        texts.append(re.sub(r"body_\d+", "body", str(module)))  # JAX numbers functions differently in each module
 
     monkeypatch.setattr(core, "lower_mgpu_module", record)
     return texts
 
 
 def test_first_branch_is_lowered_once(modules: list[str]) -> None:
-    """JAX lowers the first branch of three nested conditions eight times. The module is the same."""
+    """JAX lowers the innermost branch of three nested conditions eight times. The replacement lowers it once, and the
+    MLIR module is the same.
+    """
     lowered: list[int] = []
 
     def body(x_gmem: Any, out_gmem: Any) -> None:
@@ -153,7 +161,7 @@ def test_first_branch_is_lowered_once(modules: list[str]) -> None:
     assert len(lowered) == 8
 
 
-# --- application
+# --- contexts and threads
 
 
 def rules() -> list[dict[Any, Any]]:
@@ -191,7 +199,9 @@ def test_functions_are_restored_after_an_exception() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the functions that `constraints.ConstraintSystem.__and__` calls: "ours" or "jax"."""
+    """Return a list to which each call of `ConstraintSystem.__and__` appends "ours" if it is
+    replaced, and else "jax".
+    """
     called: list[str] = []
 
     def ours(first: Any, second: Any) -> None:
@@ -226,7 +236,7 @@ def test_other_threads_call_jax(recorded: list[str]) -> None:
 
 
 def test_contexts_of_several_threads_overlap(recorded: list[str]) -> None:
-    """The context that is closed last restores JAX's function."""
+    """If contexts of two threads overlap, the context that is closed last restores the function of JAX."""
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:

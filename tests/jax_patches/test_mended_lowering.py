@@ -1,4 +1,4 @@
-"""The result of `FragmentedArray.select` has the signedness of its choices."""
+"""Tests of the correction of `FragmentedArray.select` of Mosaic GPU: its result has the signedness of its choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.aot import signs
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check the signedness of each lowered value, starting from JAX's own `select`."""
+    """Restore the original `select` of JAX, and check the signedness of each value that Mosaic lowers."""
     rules = lowering.mosaic_lowering_rules[gpu_core.LANExWG_SEMANTICS]
     for primitive, rule in rules.items():
         monkeypatch.setitem(rules, primitive, signs.checked(primitive, rule))
@@ -52,7 +52,7 @@ def lower(dtype: Any, semantics: plgpu.LoweringSemantics, true: Any, false: Any)
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.float32])
 def test_select_keeps_the_sign(dtype: Any, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PALLAS_ATTN_PATCH_JAX` does not disable the correction."""
+    """With the correction, `select` keeps the signedness. The variable PALLAS_ATTN_PATCH_JAX does not disable it."""
     monkeypatch.setenv("PALLAS_ATTN_PATCH_JAX", variable)
     semantics = basics.lane_semantics()
     for true, false in ((lambda x: x, lambda x: x + 1), (lambda x: x, lambda _: 3), (lambda _: 3, lambda x: x)):
@@ -61,6 +61,8 @@ def test_select_keeps_the_sign(dtype: Any, variable: str, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("checked")
 def test_jax_has_the_fault() -> None:
-    """This test fails once JAX is fixed. The correction is needed while older versions of JAX are supported."""
+    """JAX itself loses the signedness in `select`. If this test fails, JAX has fixed it. The correction is then needed
+    only for older versions of JAX.
+    """
     with pytest.raises(AssertionError, match=r"select_n: int32\[128\] is lowered with is_signed=False"):
         lower(jnp.int32, plgpu.LoweringSemantics.Lane, lambda _: 3, lambda x: x)

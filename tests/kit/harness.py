@@ -327,11 +327,9 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 IN_PLACE = {
     *("parameter", "bitcast", "bitcast-convert", "get-tuple-element", "optimization-barrier", "while", "conditional"),
-    *(
-        "scatter",
-        "dynamic-update-slice",
-        "fusion",
-    ),  # a copy inside a fusion is an instruction of its body, or temporary memory
+    # A fusion that copies the cache is detected too: its body has the copy as an instruction, or the call needs
+    # temporary memory for the copy.
+    *("scatter", "dynamic-update-slice", "fusion"),
 }
 """HLO instructions whose result may use the memory of an operand."""
 
@@ -349,8 +347,7 @@ def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> 
     """Assert that a compiled call does not copy the cache.
 
     The assertion fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call
-    uses
-    `pages.nbytes` or more of temporary memory. All other arrays of the call must be smaller than `pages`.
+    uses `pages.nbytes` or more of temporary memory. All other arrays of the call must be smaller than `pages`.
 
     Args:
       pages: an array of the cache, or its shape and dtype.

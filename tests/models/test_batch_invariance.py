@@ -38,8 +38,11 @@ def draw_bits(logits, rows):
 
 
 def expect_equal_bits(model: Decoder, sizes: EngineConfig, prompts: list[list[int]], pages_alone: int) -> EngineStats:
-    """Run prompts one after the other without a cache; then twice together, with chunks, prefix hits and, if pages are
-    short, preemptions. Expect equal tokens."""
+    """Check that the tokens of each prompt are the same in an engine of its own and together with the other prompts.
+
+    The runs together have chunked prefill, prefix hits and, with few pages, preemptions. The run of single prompts has
+    no prefix cache.
+    """
     together = Engine(model, sizes)
     alone = Engine(model, dataclasses.replace(sizes, prefix_caching=False, num_pages=pages_alone))
     if pages_alone == sizes.num_pages:
@@ -76,7 +79,7 @@ def test_bits_do_not_depend_on_other_requests(
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_drafts(monkeypatch: pytest.MonkeyPatch):
-    """Drafts move a token to another row of the step, between other tokens."""
+    """With speculative decoding, a token has another row index in the step and other neighbours than without."""
     monkeypatch.setattr(speculative_step, "draw", draw_bits)
     config = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
     speculate = Speculation(KnowingProposer([], 0.0, config.vocab_size), 3, adaptive=False)

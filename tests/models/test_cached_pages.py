@@ -42,7 +42,7 @@ KINDS = {
     "windows of heads, int8": ("windows", jnp.int8),
 }
 LATENT_KIND, HEADWISE = "latents and index keys", "windows of heads, int8"
-"""Kinds of caches that together have all parts of the other kinds; they are in every run."""
+"""The two kinds of caches that run without `make test-slow`. Together they have all parts of the other kinds."""
 KINDS_OF_EVERY_RUN = (LATENT_KIND, HEADWISE)
 SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4, max_model_len=96)
 
@@ -66,12 +66,12 @@ def check(engine: Engine) -> None:
 
 
 def hit(engine: Engine, tokens: Sequence[int]) -> int:
-    """Number of pages that a prompt would find."""
+    """Return the number of pages in the prefix cache that a prompt can reuse."""
     return engine._prefix_caches[0].lookup(tokens)[0].shape[1]
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """Encode and decode pages, as for a file or a socket."""
+    """Convert pages to bytes and back, as a transfer through a file or a socket does."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
@@ -84,7 +84,10 @@ def computed(kind: str) -> tuple[Engine, tuple[tuple[int, ...], ...]]:
 
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_second_engine_continues_with_the_pages_of_the_first(kind: str) -> None:
-    """Only tokens after a prompt's last full page are computed again, also by an engine of other sizes."""
+    """An engine that imports pages computes only the tokens after the last full page of each prompt.
+
+    The importing engine may have another number of pages, requests or tokens per step.
+    """
     other_sizes = {"num_pages": 64, "max_num_seqs": 2, "max_batched_tokens": 8} if kind == "windows of heads" else {}
     first, second = make(kind), make(kind, **other_sizes)
     _, tokens = computed(kind)
@@ -123,7 +126,7 @@ def test_restarted_engine_finds_all_prefixes(kind: str) -> None:
 
 @pytest.mark.slow
 def test_import_while_every_request_slot_is_used() -> None:
-    """A waiting request finds imported pages. Running requests keep their tokens and slots."""
+    """A waiting request reuses imported pages. Running requests keep their tokens and request slots."""
     first, tokens = computed(HEADWISE)
     second = make(HEADWISE, max_num_seqs=2)
     ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]
@@ -141,7 +144,7 @@ def test_import_while_every_request_slot_is_used() -> None:
 def test_export_of_a_running_request_has_its_computed_pages() -> None:
     first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS)
-    first.step()  # 16 of 50 tokens
+    first.step()  # prefills 16 of the prompt's 50 tokens
     second.import_pages(passed_on(first.export_pages(request)))
     while first.has_unfinished:
         first.step()
@@ -202,7 +205,7 @@ def test_interrupted_import_loses_no_request(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(second._runner, "write_rows", fails)
     with pytest.raises(MemoryError):
         second.import_pages(first.export_prefix_cache())
-    assert second.export_prefix_cache().sequences == ()  # the import may have lost all pages
+    assert second.export_prefix_cache().sequences == ()  # a failed import may drop all cached pages
     while second.has_unfinished:
         second.step()
     assert tuple(tuple(second.output(i).output_ids) for i in ids) == tokens
@@ -271,7 +274,7 @@ MALFORMED = {
 
 
 def test_pages_of_another_configuration_are_rejected() -> None:
-    """Weights and shapes are equal, but keys are rotated differently."""
+    """The other model has equal weights and shapes, but another rope theta, so its keys are different."""
     other = random_model(
         dataclasses.replace(MODELS["sparse"], rope_theta=500_000.0), seed=3, settings=engine_case.QUICK
     )
@@ -281,7 +284,7 @@ def test_pages_of_another_configuration_are_rejected() -> None:
 
 @pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_pages_are_rejected(spoil, match: str) -> None:
-    """The engine keeps its prefix cache."""
+    """A rejected import does not change the engine's prefix cache."""
     engine = make(LATENT_KIND)
     engine.generate([PROMPTS[3] * 9], SamplingParams(max_tokens=1))
     assert hit(engine, PROMPTS[3] * 9) == 2
@@ -314,7 +317,7 @@ def _with_about(**changes: Any) -> bytes:
 
 
 def _forged(about: Any, **tensors: Any) -> bytes:
-    """File with a correct digest, whatever its other contents are."""
+    """Return the bytes of a page file with a correct digest and an arbitrary header and arbitrary tensors."""
     if not isinstance(about, bytes):
         about = json.dumps(about).encode()
     tensors = {"tokens": np.zeros(0, np.int64)} | tensors | {"about": np.frombuffer(about, np.uint8)}
@@ -380,7 +383,7 @@ PAGES = {"pages.0.0.k": np.zeros((2, 8), np.uint8)}
     ],
 )
 def test_forged_file_is_rejected(about: Any, tensors: dict[str, Any], match: str) -> None:
-    """Its digest is correct, but its sizes and types are not. Nothing large is allocated."""
+    """Reject a file that has a correct digest, but wrong sizes or types. No large array is allocated."""
     with pytest.raises(ValueError, match=f"^data: no cached pages in these .*({match})"):
         CachedPages.from_bytes(_forged(about, **tensors))
 

@@ -1,4 +1,4 @@
-"""Calibrated scales compared with keys and values that transformers caches, and errors."""
+"""Calibrated scales compared with scales of the keys and values that Hugging Face transformers caches, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def golden() -> tuple[Decoder, list[list[int]]]:
 
 
 def golden_scales(axes: tuple[int, ...], qmax: float, percentile: float) -> list[np.ndarray]:
-    """Return keys and values of transformers after norm and rope, [layers, Hkv, T, D] each."""
+    """Return the scales of the keys and of the values that transformers caches after norm and rope.
+
+    The golden has keys and values [layers, Hkv, T, D] of four prompts. A scale is the percentile over `axes`, maximum
+    over the prompts, divided by `qmax`.
+    """
     with np.load(GOLDEN / "golden.npz") as arrays:
         return [
             np.max([np.percentile(np.abs(arrays[f"{kind}_{i}"]), percentile, axis=axes) for i in range(4)], axis=0)
@@ -44,7 +48,8 @@ def golden_scales(axes: tuple[int, ...], qmax: float, percentile: float) -> list
     [
         ("int8", 127, "channel", (2,), 100.0),
         ("float8_e4m3fn", 448, "head", (2, 3), 100.0),
-        pytest.param("int8", 127, "channel", (2,), 90.0, marks=pytest.mark.slow),  # the cases above have each layout
+        # Slow, because the cases above test each layout of scales.
+        pytest.param("int8", 127, "channel", (2,), 90.0, marks=pytest.mark.slow),
         pytest.param("int8", 127, "head", (2, 3), 99.0, marks=pytest.mark.slow),
     ],
 )
@@ -67,7 +72,10 @@ def test_scales_file_round_trip(tmp_path: Path):
 
 
 def share_of_tokens(scales: KVScales) -> float:
-    """Return the share of the golden's tokens that the model selects over an int8 cache after the same tokens."""
+    """Return the share of the golden's tokens that the model also selects with an int8 cache.
+
+    The input of each step is the golden's token.
+    """
     model, prompts = golden()
     plain = PlainRun(model, 24, "int8", scales)
     with np.load(GOLDEN / "golden.npz") as arrays:
@@ -77,7 +85,7 @@ def share_of_tokens(scales: KVScales) -> float:
     return float(np.mean(np.concatenate(choices) == np.concatenate(tokens)))
 
 
-@pytest.mark.slow  # the tests above compare the scales
+@pytest.mark.slow  # slow, because the tests above compare the scales
 def test_int8_cache_selects_most_golden_tokens():
     model, prompts = golden()
     scales = calibrate(model, prompts, "int8")
@@ -86,7 +94,7 @@ def test_int8_cache_selects_most_golden_tokens():
 
 
 def with_values(channel: int, weight: float) -> Decoder:
-    """Return a random model with this weight for one channel of the last KV head's values."""
+    """Return a random model whose first layer has only `weight` in one value channel of the last KV head."""
     model = random_model(TINY)
     attention = model.layers[0].self_attn
     assert isinstance(attention, GQA)

@@ -15,7 +15,7 @@ from models.config import PRESETS, DeepSeekConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
-V2_LITE: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V2-Lite, as published
+V2_LITE: dict[str, Any] = {  # the published config.json of deepseek-ai/DeepSeek-V2-Lite
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -68,7 +68,7 @@ V2_LITE: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V2-Lite, as published
     "vocab_size": 102400,
 }
 
-V3: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3, as published
+V3: dict[str, Any] = {  # the published config.json of deepseek-ai/DeepSeek-V3
     **V2_LITE,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -103,7 +103,7 @@ V3: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3, as published
 }
 
 
-V32: dict[str, Any] = {  # of deepseek-ai/DeepSeek-V3.2-Exp, as published
+V32: dict[str, Any] = {  # the published config.json of deepseek-ai/DeepSeek-V3.2-Exp
     **V3,
     "architectures": ["DeepseekV32ForCausalLM"],
     "index_head_dim": 128,
@@ -198,14 +198,19 @@ def test_arbitrary_indexer_entries_raise_only_value_errors(name: str):
 
 
 def sharing(num_layers: int, **entries: object) -> DeepSeekConfig:
-    """Return a GLM-5 model with this number of layers and these entries of config.json."""
+    """Return the configuration of a GLM-5 model with this number of layers and these entries of config.json.
+
+    In GLM-5, layers without an indexer share the selected keys of an earlier layer.
+    """
     return DeepSeekConfig.from_hf({**V32, "model_type": "glm_moe_dsa", "num_hidden_layers": num_layers, **entries})
 
 
 @pytest.mark.parametrize(
-    ("entries", "letters"),  # as transformers 5.23 and vLLM read them
+    # One letter per layer, as transformers 5.23 and vLLM read the entries: F (full) has an indexer, S (shared) uses the
+    # selected keys of an earlier layer.
+    ("entries", "letters"),
     [
-        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSSSFSSSF"),  # GLM-5.2, as published
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSSSFSSSF"),  # published entries of GLM-5.2
         ({"index_topk_freq": 3}, "FFSSFSSFSSF"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFSFSFSF"),
         ({"index_topk_freq": 99, "index_skip_topk_offset": 12}, "FFFFFFFFFFF"),
@@ -221,7 +226,7 @@ def test_indexer_types_from_config(entries: dict, letters: str):
     config = sharing(len(letters), **entries)
     assert "".join("S" if config.shares_choice(i) else "F" for i in range(len(letters))) == letters
     assert [config.has_indexer(i) for i in range(len(letters))] == [letter == "F" for letter in letters]
-    assert config.has_indexer(len(letters))  # of multi-token prediction
+    assert config.has_indexer(len(letters))  # the layer of the multi-token prediction module
     assert (config.indexer_types is None) == ("S" not in letters)
     assert DeepSeekConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     full = sharing(len(letters))
@@ -405,7 +410,7 @@ NEUTRAL: dict[str, Any] = {
     "attention_dropout": 0.1,
     "use_cache": False,
 }
-"""Entries that do not change the results of a V3."""
+"""Entries of config.json that do not change the results of a DeepSeek-V3 model."""
 
 
 def test_neutral_entries_change_nothing():
@@ -422,7 +427,7 @@ def test_order_of_index_columns_is_that_of_the_family(model_type: str, interleav
 
 
 def test_other_names_of_entries():
-    """transformers 5.23 also accepts these names."""
+    """Entries may have the alternative names that transformers 5.23 accepts."""
     names = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
     other = without(V3, *names.values()) | {"num_mtp_layers": 3, "num_local_experts": 128}
     expected = dataclasses.replace(DeepSeekConfig.from_hf(V3), num_nextn_predict_layers=3, n_routed_experts=128)
@@ -436,7 +441,10 @@ def test_other_names_of_entries():
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_epsilon_has_no_default(model_type: str):
-    """The default of transformers is 1e-6 for V3.2 and 1e-5 for GLM-5."""
+    """A config.json without rms_norm_eps is rejected, because transformers' default depends on the model.
+
+    The default is 1e-6 for V3.2 and 1e-5 for GLM-5.
+    """
     with pytest.raises(ValueError, match="rms_norm_eps missing"):
         DeepSeekConfig.from_hf({**without(V32, "rms_norm_eps"), "model_type": model_type})
 

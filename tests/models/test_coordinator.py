@@ -1,4 +1,4 @@
-"""Strangers at the port of the coordination service, and the secret that keeps them out."""
+"""The port of the coordination service accepts only processes that know the secret."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER_SECRET = b"another secret of 32 bytes ....."
 
 
 class Echo:
-    """A listener for three processes in front of a service that returns every byte."""
+    """The listener under test, for three processes, in front of a service that returns every received byte."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.port = str(folder / "echo"), free_port()
@@ -56,10 +56,10 @@ class Echo:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             await asyncio.wait(tasks, timeout=10)
-        await asyncio.sleep(0.01)  # transports close in the next iterations of the loop
+        await asyncio.sleep(0.01)  # asyncio closes transports in its next iterations
 
     async def join(self, process: int, count: int = 3, start: str = "a", secret: bytes = SECRET) -> bytes:
-        """Connect as a process and return what the service answers to "hello"."""
+        """Connect with the number and secret of a process, send "hello", and return the answer of the service."""
         statement = (process, count, start)
         reader, writer = await coordination_service._open("127.0.0.1", self.port, secret, statement)
         writer.write(b"hello")
@@ -83,7 +83,7 @@ class Echo:
 def test_processes_with_the_secret_reach_the_service(tmp_path: Path):
     async def run() -> None:
         async with Echo(tmp_path) as echo:
-            for process in (1, 2, 1):  # a process may have several connections
+            for process in (1, 2, 1):  # process 1 connects twice
                 assert await echo.join(process) == b"hello"
 
     asyncio.run(run())
@@ -182,7 +182,7 @@ def test_idle_strangers_do_not_keep_processes_out(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Function that starts a program of `coordination_service` and gives it the secret."""
+    """Yield a function that starts a program of `coordination_service` and sends the secret to this program."""
     programs: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, secret: bytes = SECRET) -> subprocess.Popen[str]:
@@ -197,7 +197,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for program in programs:
         program.kill()
-        with program:  # closes the pipes
+        with program:  # leaving the context closes the pipes
             pass
 
 
@@ -220,7 +220,7 @@ def test_port_in_use_is_reported_at_once(started: Callable[..., subprocess.Popen
         begin = time.monotonic()
         with pytest.raises(ProcessError, match=r"^process 0 cannot serve at 127.0.0.1:\d+: Address already in use$"):
             Processes(f"127.0.0.1:{used.getsockname()[1]}", 2, 0, secret=SECRET, give_up=print)
-        assert time.monotonic() - begin < 5  # gRPC took 7 to 9 seconds
+        assert time.monotonic() - begin < 5  # gRPC needs 7 to 9 seconds for this error
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ AT_STEP_5 = """for number in range(10):
 
 
 def raw_client_fails(group: Group, port: int, index: int) -> None:
-    """Start a client of jax that takes the number of process 1 without the secret, and expect that it fails."""
+    """Start a jax.distributed client with process number 1 and without the secret, and check that the client fails."""
     group.start([["-c", RAW_CLIENT, f"127.0.0.1:{port}"]])
     status, lines, _ = group.wait(index)
     assert status != 0
@@ -350,7 +350,10 @@ def test_raw_client_does_not_take_the_place_of_a_process(group: Group):
 
 @pytest.mark.slow
 def test_raw_clients_and_restarts_do_not_end_the_processes(group: Group, tmp_path: Path):
-    """Both processes wait at a step while a client without the secret and a second process 1 with it try to join."""
+    """Two processes wait at a step while two others try to join, and continue after the attempts fail.
+
+    One client has no secret. The other one has the secret, but the number of the running process 1.
+    """
     port, release, worker = free_port(), tmp_path / "go on", WORKER.replace("for number in range(10):", AT_STEP_5)
     group.start([["-c", worker, index, str(port), "none", str(release)] for index in "01"])
     until = time.monotonic() + 120

@@ -1,4 +1,7 @@
-"""Assignment of requests to data ranks, each with its own scheduler and pages."""
+"""Assignment of requests to data ranks. A data rank is an index along the mesh axis `data`.
+
+Each data rank has its own scheduler and pages.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ def request(number: int, prompt: list[int] = PROMPT) -> Request:
 
 
 def unfinished(ranks: DataRanks) -> list[list[int | str]]:
-    """Ids of each rank's unfinished requests."""
+    """Return the ids of the unfinished requests of each data rank."""
     return [[r.request_id for r in (*scheduler.running, *scheduler.waiting)] for scheduler in ranks.schedulers]
 
 
 def planned(plans: Sequence[StepPlan | None]) -> list[list[int | str] | None]:
-    """Ids of a step's requests on each rank."""
+    """Return the ids of the requests of a step on each data rank, or None for a rank without work."""
     return [None if plan is None else [row.request.request_id for row in plan.rows] for plan in plans]
 
 

@@ -1,4 +1,4 @@
-"""Parts of speculative decoding without a model: acceptance, n-grams, the number of drafts."""
+"""Components of speculative decoding, tested without a model: acceptance, n-grams, and the number of drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
 
 
 def ngrams(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
-    """Reference implementation: continue tokens after the latest of the longest matches; -1 without a match."""
+    """Reference implementation of n-gram drafts.
+
+    Find the longest suffix of `tokens` that occurred before, and return the tokens after its latest occurrence. Return
+    -1 without a match.
+    """
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :] and min(tokens[end - n : end]) >= 0:
@@ -44,7 +48,7 @@ def ngrams(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> l
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=3, max_size=3), st.integers(0, 8))
 def test_ngrams_match_the_reference(rows: list[list[int]], recycled: int):
     rows = [[*[-1] * min(recycled, len(row) - 1), *row[min(recycled, len(row) - 1) :]] for row in rows]
-    tokens = np.full((3, 32), 2, np.int32)  # tokens after the end must be ignored
+    tokens = np.full((3, 32), 2, np.int32)  # token 2 after the end of each sequence must be ignored
     for of_row, row in zip(tokens, rows, strict=True):
         of_row[: len(row)] = row
     drafts = find(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32), 5, 3, 1)
@@ -67,7 +71,10 @@ def test_drafts_are_accepted_up_to_the_first_difference(pairs: list[tuple[int, i
 
 
 def branches(parents: list[int]) -> list[list[int]]:
-    """Reference implementation: path from input 0 to each input; input i follows input parents[i - 1]."""
+    """Reference implementation: return the path from input 0 to each input of a tree of drafts.
+
+    The parent of input i is input parents[i - 1].
+    """
     ways = [[0]]
     for i, parent in enumerate(parents, 1):
         ways.append([*ways[parent], i])
@@ -83,7 +90,7 @@ trees = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=7).ma
 @settings(deadline=None, max_examples=60)
 @given(trees, st.lists(st.integers(0, 2), min_size=8, max_size=8), st.integers(0, 7))
 def test_one_branch_of_a_tree_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
-    """The first of equal drafts after one token is accepted."""
+    """If several drafts with the same parent have the same token, the first of these drafts is accepted."""
     parents, tokens = [parent for parent, _ in drafts], [token for _, token in drafts]
     ways, at = branches(parents), 0
     num_drafts = min(num_drafts, len(drafts))
@@ -153,7 +160,7 @@ def test_tokens_with_drafts_have_the_distribution_of_the_model(kind: str):
 
 
 def kept_probability(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Probabilities of each row after temperature, top-k and top-p, in float64."""
+    """Return the probabilities of each row after temperature, top-k and top-p, in float64."""
     result = np.zeros(logits.shape)
     for row, out in zip(logits.astype(np.float64) / temperature, result, strict=True):
         order = np.argsort(-row)[:top_k]
@@ -168,7 +175,10 @@ DENSE = step_cost(2e9, 0.0, 0.0, 2)
 
 
 def simulate(control: DraftControl, requests: list[Request], right: bool, steps: int) -> list[int]:
-    """Numbers of drafts of consecutive steps, if all drafts are right or all are wrong."""
+    """Return the numbers of drafts that `control` chooses in consecutive steps.
+
+    Either all drafts are right or all are wrong.
+    """
     chosen = []
     for _ in range(steps):
         num_drafts = control.num_drafts(requests)
@@ -219,14 +229,17 @@ def test_compute_bound_batch_uses_fewer_drafts():
         return control.num_drafts(running)
 
     assert [chosen(n, DENSE) for n in (1, 64, 512)] == [4, 1, 0]
-    experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # every token reads different experts
+    experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # a model whose tokens read different experts
     assert chosen(1, experts) <= 1
     assert experts(64) < 64 * experts(1)
 
 
 def decode(control: DraftControl, seconds: dict[int, float], rate: float, steps: int, rows: int = 1) -> list[int]:
-    """Numbers of drafts of consecutive steps. Drafts are accepted with a fixed probability, and the time of a step
-    depends on its number of drafts. The result of a step is known after the next step has been planned."""
+    """Return the numbers of drafts that `control` chooses in consecutive simulated steps.
+
+    Drafts are accepted with the probability `rate`, and a step with n drafts takes seconds[n]. The result of a step is
+    known after the next step has been planned.
+    """
     rng, running, chosen, under_way = np.random.default_rng(0), requests(rows), [], None
     for _ in range(steps):
         chosen.append(control.num_drafts(running))
@@ -255,8 +268,10 @@ FLAT, STEEP = {0: 3.8, 1: 4.0, 2: 4.2, 4: 4.6}, {0: 3.8, 1: 5.4, 2: 7.0, 4: 10.0
     ],
 )
 def test_measured_times_determine_the_number_of_drafts(seconds, rate, wanted):
-    """By the number of bytes alone, every draft costs half of a plain step. The fixed time of a step makes drafts
-    cheaper."""
+    """The control follows measured times instead of the estimate from the bytes that a step reads.
+
+    By the estimate, every draft costs half of a step without drafts. The fixed time of a step makes drafts cheaper.
+    """
     experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
     chosen = decode(DraftControl((0, 1, 2, 4), experts), seconds, rate, 400)[60:]
     assert sum(n in wanted for n in chosen) > 0.9 * len(chosen)
@@ -271,9 +286,12 @@ def test_pause_of_the_host_changes_no_choice():
 
 
 def test_long_measurements_do_not_block_a_number_of_drafts():
-    """A step without drafts never counts as slower than a step with drafts, whatever was measured. A number of
-    drafts between two measured numbers is tried if the time of the larger number, scaled by bytes, could make it
-    worthwhile."""
+    """A measured time that is too long does not exclude a number of drafts forever.
+
+    A step without drafts never counts as slower than a step with drafts, even if the measurements say so. A number of
+    drafts between two measured numbers is tried if its estimated time could make this number worthwhile. The estimate
+    is the measured time of the larger number, scaled by bytes.
+    """
     experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
     for accepted, wanted in ((0, {0}), (1, {1, 2})):
         control, running = DraftControl((0, 1, 2, 4), experts), requests(1)

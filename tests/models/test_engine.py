@@ -1,4 +1,7 @@
-"""The engine gives the tokens of a plain uncached run with batching, chunks, prefix hits, preemptions and aborts."""
+"""The engine gives the tokens of a plain run: uncached forward passes over a single request.
+
+The engine's traffic has batching, chunked prefill, prefix hits, preemptions and aborts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request of random traffic: steps before it arrives, and tokens after which it is aborted."""
+    """A request of the traffic.
+
+    The request arrives after `after_steps` steps of the engine, and is aborted after `abort_after` tokens.
+    """
 
     after_steps: int
     prompt: int
@@ -74,7 +80,7 @@ arrivals = st.lists(
 
 
 class Traffic:
-    """Plays arrivals on an engine and records the streamed tokens."""
+    """Add requests to an engine at the steps of their arrival, run the steps, and record the streamed tokens."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -155,7 +161,7 @@ def test_long_random_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
 
 
 def everything(max_tokens: int = MAX_TOKENS) -> list[Arrival]:
-    """Generate all prompts at once, greedy and drawn."""
+    """Return two requests for each prompt, one greedy and one sampled, that all arrive before the first step."""
     return [Arrival(0, i, drawn, max_tokens, None, "") for drawn in (False, True) for i in range(len(PROMPTS))]
 
 
@@ -169,7 +175,7 @@ def test_preemption_changes_no_token():
     assert short.stats().peak_pages <= short.stats().num_pages
 
 
-@pytest.mark.slow  # tests/models/test_scheduler.py has the order under preemption
+@pytest.mark.slow  # slow, because tests/models/test_scheduler.py tests the order under preemption
 def test_requests_get_tokens_in_order_of_arrival_when_pages_are_short():
     short = engine("short, uncached")
     played = Traffic(short)
@@ -185,7 +191,8 @@ def test_equal_prefixes_are_computed_once():
     played.run([Arrival(0, 5, False, 2, None, "hits"), Arrival(40, 5, False, 2, None, "hits")])
     played.check()
     first, second = (ample.output(i) for i in played.arrived)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 36)  # the last of 40 tokens is always computed
+    # The prompt has 40 tokens in pages of 4. Its last token is always computed, so only 9 pages are reused.
+    assert (first.cached_tokens, second.cached_tokens) == (0, 36)
 
 
 @pytest.mark.slow
@@ -333,7 +340,10 @@ def test_exception_in_a_callback_loses_no_token():
 @slow_cases("inf")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nonfinite_logits_end_only_their_request(value):
-    """An embedding with NaN makes all logits NaN in prompts that contain its token."""
+    """A request whose logits are NaN or infinite ends, and the other requests continue.
+
+    The embedding of one token has NaN or infinity. All logits of a prompt that contains this token become non-finite.
+    """
     broken, token = random_model(CONFIG, seed=3, settings=QUICK), VOCAB_SIZE - 1
     broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
     under_test = Engine(broken, padded(ENGINES["ample"]))
@@ -359,8 +369,11 @@ def test_nonfinite_logits_end_only_their_request(value):
 
 
 def test_failed_device_loses_no_token(monkeypatch):
-    """Reading a step's tokens raises an error of the device, the caches are deleted, and allocating new caches fails at
-    first. Requests can be inspected and aborted during this time."""
+    """After an error of the device, the engine continues without losing tokens.
+
+    Reading the tokens of a step raises an error, the caches are deleted, and the first attempts to allocate new caches
+    fail. Meanwhile, requests can be inspected and aborted.
+    """
     ample = engine("ample")
     ids = [ample.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
     while not ample.output(ids[0]).output_ids:
@@ -400,14 +413,14 @@ def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch):
     assert order == ["launch", *["launch", "read"] * 4, "read"]
 
 
-@pytest.mark.slow  # test_engine_windows.py and test_mesh.py have this test for other models
+@pytest.mark.slow  # slow, because test_engine_windows.py and test_mesh.py have this test for other models
 def test_no_compilation_after_warmup():
     config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
     warm = Engine(model(), dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24)))
     assert warm.warmup() > 0
     compiled = warm.stats().compilations
     assert compiled == 2 + 2 + 2
-    Traffic(warm).run(everything(max_tokens=2))  # first-time work of numpy and jax
+    Traffic(warm).run(everything(max_tokens=2))  # NumPy and JAX initialise some parts at the first call
     rng = np.random.default_rng(5)
     traffic = [
         Arrival(int(rng.integers(5)), int(rng.integers(6)), bool(rng.integers(2)), int(rng.integers(1, 9)), None, "")

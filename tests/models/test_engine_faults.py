@@ -1,4 +1,4 @@
-"""Interrupted calls of the engine: wherever an exception is raised, no token is lost and the engine continues."""
+"""Exceptions inside calls of the engine: at whatever line, no token is lost and the engine continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = EngineConfig(
 
 
 class Fault:
-    """Raises an error at the n-th line (or instruction) executed in the engine or the pools, within a `with` block."""
+    """Context manager that raises an error at the n-th executed line (or instruction) of the engine or the pools."""
 
     def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, instructions: bool = False):
         self.at, self.error, self.instructions = at, error, instructions
@@ -62,7 +62,7 @@ class Fault:
         if not code.co_filename.startswith(HOST_CODE):
             return None
         if code.co_flags & inspect.CO_GENERATOR and code.co_name != "_changing":
-            return None  # Python discards exceptions in a generator that is deleted before its end
+            return None  # no fault here: Python discards exceptions in a generator that is deleted before its end
         frame.f_trace_opcodes = self.instructions
         self.count += 1
         if self.count == self.at:
@@ -71,7 +71,7 @@ class Fault:
 
 
 def next_token(seen: Sequence[object]) -> int:
-    """Next token of the fake model: a hash of all tokens that it attends to."""
+    """Return the next token of the fake model: a hash of all tokens in `seen`, which the model attends to."""
     if seen[-1] == ("", BROKEN):
         return NONFINITE
     return hashlib.sha256(repr(seen).encode()).digest()[0] % BROKEN
@@ -88,8 +88,10 @@ class FakeResult:
 
 
 class FakeRunner:
-    """Runner without a device that computes tokens from the contents of the pages. Reading a page that was never
-    written raises KeyError. It makes the drafts itself; most of them are right."""
+    """Replacement of the engine's runner that has no device and computes tokens from the contents of the pages.
+
+    Reading a page that was never written raises KeyError. The runner also proposes the drafts; most drafts are right.
+    """
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
 
@@ -141,7 +143,7 @@ class FakeRunner:
 
 @functools.lru_cache(maxsize=100)
 def continued(prompt: tuple[int, ...], salt: str) -> tuple[tuple[int, ...], str]:
-    """All tokens that the fake model generates after a prompt, and the reason of the end."""
+    """Return all tokens that the fake model generates after a prompt, and the finish reason."""
     tokens = list(prompt)
     while len(tokens) < SMALL.num_pages * SMALL.page_size + 1:
         token = next_token([(salt, token) for token in tokens])
@@ -175,7 +177,7 @@ class FaultyTraffic:
     def __init__(self, engine: Engine, draw: random.Random, ask: Callable[[random.Random], Asked]):
         self.engine, self.draw, self.ask = engine, draw, ask
         self.asked: dict[int | str, Asked] = {}
-        self.arrived: dict[int | str, list[int]] = {}  # at the last check
+        self.arrived: dict[int | str, list[int]] = {}  # output tokens of each request at the last check
         self.told: dict[int | str, list[tuple[int, str | None]]] = {}
         self.numbers = itertools.count()
         self.faults = self.untold = 0
@@ -215,7 +217,7 @@ class FaultyTraffic:
             self.call(self.engine.abort, self.draw.choice([*self.asked]), fault=fault)
 
     def generate(self, fault: Fault | None = None) -> None:
-        """Call `Engine.generate`. No request of the call remains, also if the call is interrupted."""
+        """Call `Engine.generate`. Check that no request of the call remains in the engine, even after a fault."""
         asked = [self.ask(self.draw) for _ in range(2)]
         asked = [one for one in asked if not one.salt]
         prompts, params = [one.prompt for one in asked], [one.params for one in asked]
@@ -232,7 +234,7 @@ class FaultyTraffic:
         return tuple(output.output_ids), output.finish_reason
 
     def check(self) -> None:
-        """Expect that every request has an output, and that outputs only grow, by the right tokens."""
+        """Check that every request has an output, and that tokens were only appended since the last check."""
         for request_id, before in self.arrived.items():
             if request_id not in self.engine._tracked:
                 continue
@@ -262,7 +264,10 @@ class FaultyTraffic:
         self.check_pools()
 
     def check_told(self, output: RequestOutput) -> None:
-        """Expect that callbacks got every token once and in order. A call that a fault interrupted may be missing."""
+        """Check that the `on_token` callbacks received every token once and in order.
+
+        A callback call that a fault interrupted may be missing.
+        """
         told = self.told[output.request_id]
         tokens = iter([*output.output_ids, NONFINITE] if output.finish_reason == "nonfinite" else output.output_ids)
         assert all(any(token == one for token in tokens) for one, _ in told)
@@ -306,7 +311,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -
 def play(
     traffic: FaultyTraffic, steps: int, fault_share: float, watch: Callable[[int], None] = lambda step: None
 ) -> None:
-    """Run steps with requests that arrive, end, are aborted and are interrupted."""
+    """Run steps of random traffic: requests arrive, finish and are aborted, and calls of the engine are interrupted."""
     draw = traffic.draw
     for step in range(steps):
 
@@ -331,7 +336,10 @@ def play(
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("config", [SMALL, DRAFTING], ids=["plain", "with drafts"])
 def test_interrupted_traffic_loses_and_repeats_no_token(monkeypatch, config):
-    """RuntimeError, MemoryError and KeyboardInterrupt at lines and instructions of every call, also during recovery."""
+    """Raise exceptions at random lines and instructions of engine calls, also during the recovery from an exception.
+
+    The exceptions are RuntimeError, MemoryError and KeyboardInterrupt. No token is lost or repeated.
+    """
     traffic = FaultyTraffic(fake_engine(monkeypatch, config), random.Random(0), asks_fake)
     play(traffic, 300, fault_share=0.3)
     assert traffic.faults > 50
@@ -342,8 +350,10 @@ def test_interrupted_traffic_loses_and_repeats_no_token(monkeypatch, config):
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("stride", [499, pytest.param(11, marks=pytest.mark.slow)])
 def test_run_interrupted_at_any_line_can_continue(monkeypatch, stride):
-    """The run has chunks, preemptions and several finish reasons. It is interrupted at one line; then one request is
-    aborted and the others continue."""
+    """Interrupt a run at one line, then abort one request. The other requests continue and give the right tokens.
+
+    The run has chunked prefill, preemptions and several finish reasons.
+    """
     params = SamplingParams(max_tokens=9)
     asked = [
         Asked(tuple(prompt), params, "") for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7, 8, 9], [5, BROKEN], [6])
@@ -371,7 +381,10 @@ def test_run_interrupted_at_any_line_can_continue(monkeypatch, stride):
 
 
 def memory_growth(traffic: FaultyTraffic, steps: int, fault_share: float) -> tuple[int, int]:
-    """Growth of Python memory in bytes and of jax arrays from a quarter of the steps to the end."""
+    """Return the growth of Python memory (bytes) and of the number of jax arrays.
+
+    The growth is measured from a quarter of the steps to the end.
+    """
     held: dict[int, tuple[int, int]] = {}
 
     def watch(step: int) -> None:
@@ -401,7 +414,7 @@ def test_long_interrupted_traffic(monkeypatch, config, seed):
 
 @pytest.mark.slow
 def test_long_interrupted_traffic_on_a_model(monkeypatch):
-    """The same traffic on a real model gives the tokens of a plain run, and memory does not grow."""
+    """Interrupted traffic on a real model gives the tokens of a plain uncached run, and memory does not grow."""
     monkeypatch.setattr(Asked, "wanted", property(_plain))
     config = dataclasses.replace(engine_case.padded(engine_case.ENGINES["short of pages"]), history=20)
     traffic = FaultyTraffic(Engine(model(), config), random.Random(0), asks_real)

@@ -1,4 +1,7 @@
-"""Random traffic with faults on engines with draft trees, MTP, data ranks and meshes, on a real model."""
+"""Random traffic with faults on a real model: engines with draft trees, multi-token prediction (MTP) and meshes.
+
+Some meshes have several data ranks: indices along the axis `data`, which splits the requests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ SIZES = EngineConfig(num_pages=14, page_size=8, max_batched_tokens=16, max_num_s
 
 @functools.cache
 def plain_tokens(target: Callable[[], Decoder], index: int, params: SamplingParams) -> tuple[int, ...]:
-    """Continue a prompt with one uncached forward pass per token, up to the first near tie."""
+    """Continue a prompt with one uncached forward pass per token.
+
+    Stop at the first near tie of the two largest logits, where rounding could change the token.
+    """
     run, tokens = plain_run(target), list[int]()
     for _ in range(MAX_TOKENS):
         choices = run.choose(Decoded(PROMPTS[index], tokens, params))
@@ -57,7 +63,7 @@ def predicting() -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class AskedOf(Asked):
-    """A request to an engine of a model, whose expected output is the model's plain run."""
+    """A request to an engine with a real model. The expected output is the uncached run of the model `target`."""
 
     target: Callable[[], Decoder]
 
@@ -108,7 +114,7 @@ ENGINES: dict[str, tuple[Sizes | None, Callable[[], Speculation] | None, Callabl
 
 
 def resident_bytes() -> int:
-    """Memory of this process, the allocator's free blocks included."""
+    """Return the resident memory of this process in bytes, including free blocks of the allocator."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -116,7 +122,10 @@ def resident_bytes() -> int:
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", ENGINES)
 def test_interrupted_traffic_on_a_model(name: str):
-    """Tokens equal the plain run, no page is lost, and memory does not grow: no program is compiled after the start."""
+    """Tokens equal the plain uncached run, no page is lost, and memory does not grow.
+
+    No program is compiled after the start, so compilations cannot add memory.
+    """
     devices, speculate, target = ENGINES[name]
     traffic = FaultyTraffic(
         engine_of(devices, speculate, target), random.Random(0), functools.partial(AskedOf.draw, target)

@@ -1,4 +1,4 @@
-"""Records of finished requests: bounded by `EngineConfig.history`, and removed by `generate`."""
+"""Records of finished requests: `EngineConfig.history` limits their number, and `generate` removes its own records."""
 
 from __future__ import annotations
 

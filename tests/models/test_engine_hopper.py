@@ -1,4 +1,4 @@
-"""The engine with the Hopper kernels, at DeepSeek's widths, gives the tokens of the plain run."""
+"""The engine with the Hopper kernels, at DeepSeek's widths, gives the tokens of a plain uncached run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ WIDE = dataclasses.replace(
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 72])
 def test_kernels_give_the_tokens_of_a_plain_run(heads: int) -> None:
-    """Small and large numbers of heads use different kernels. Prompts share a prefix, are computed in chunks and decode
-    together."""
+    """Tokens equal a plain run for a small and a large number of heads, which use different kernels.
+
+    Prompts share a prefix, are prefilled in chunks and decode together.
+    """
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
     config = dataclasses.replace(WIDE, num_attention_heads=heads)

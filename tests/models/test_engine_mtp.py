@@ -1,5 +1,7 @@
-"""Multi-token prediction in the engine. Tokens equal plain decoding. Drafts depend only on each request's own tokens,
-not on rejected drafts, prefix hits or preemptions."""
+"""Multi-token prediction in the engine: tokens equal decoding without drafts.
+
+The drafts of a request depend only on its own tokens, not on rejected drafts, prefix hits or preemptions.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,25 @@ PREFIX = np.random.default_rng(7).integers(0, VOCAB_SIZE, 21).tolist()
 PROMPTS = [PREFIX, [*PREFIX, 1, 2, 3], [5, 6], [*PREFIX, 9], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 
 SIZES = EngineConfig(num_pages=15, page_size=4, max_batched_tokens=16, max_num_seqs=3, batch_invariant=True)
-"""Prompts are split into chunks, pages are short so that requests are preempted, and there is one bucket to compile."""
+"""Sizes for which prompts are prefilled in chunks and requests are preempted, because 15 pages are too few.
+
+A batch-invariant engine has one bucket, so only one step is compiled.
+"""
 
 NUM_DRAFTS = 2
 
 
 @functools.cache
 def modules() -> tuple[Decoder, MTP]:
-    """A model whose prediction module is the model's own layer, applied to the next tokens. Its drafts are right more
-    often than not. The target's hidden states, its other input, disturb it slightly."""
+    """Return a model and a prediction module whose drafts are right more often than not.
+
+    The module is the model's only layer, applied to the embedding of the next token. Its other input, the hidden state
+    of the target model, changes the result only slightly.
+    """
     model = random_model(LAYER, seed=3)
     embedding = model.embed_tokens[...]
     norms = jnp.sqrt(jnp.mean(jnp.square(embedding), axis=1, keepdims=True))
-    model.embed_tokens = nnx.Param(embedding / norms)  # so that `enorm` does not change it
+    model.embed_tokens = nnx.Param(embedding / norms)  # so that the norm `enorm` does not change the embedding
     mtp = random_mtp(model)
     (module,) = mtp.depths
     width = LAYER.hidden_size
@@ -63,8 +71,10 @@ def modules() -> tuple[Decoder, MTP]:
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """Proposal for a row: its known tokens, the hidden state from which the first draft was computed, and the
-    drafts."""
+    """Proposal for one request of a step.
+
+    It has the known tokens of the request, the hidden state from which the first draft was computed, and the drafts.
+    """
 
     tokens: list[int]
     hidden: np.ndarray
@@ -90,8 +100,10 @@ class Recorded(MTPProposer):
 
 
 class Expected:
-    """Computes drafts of a sequence from its tokens alone: one forward pass of the model, then one of the module per
-    draft."""
+    """Reference that computes the drafts of a sequence from its tokens alone.
+
+    It runs one forward pass of the model, then one forward pass of the module per draft.
+    """
 
     def __init__(self, model: Decoder, mtp: MTP):
         run, self.weights = split_model(model)
@@ -109,7 +121,7 @@ class Expected:
         self.mtp_caches = mtp.allocate_caches(self.pages.tables.size + 1, 8)
 
     def check(self, proposed: Proposed) -> None:
-        """Expect that drafts are the likeliest tokens, or equally likely up to rounding."""
+        """Check that each draft is the likeliest token of the reference, or equally likely up to rounding."""
         tokens, entries = proposed.tokens, len(proposed.tokens) - 1  # the K/V of the newest token is not computed yet
         computed = self._metadata(len(tokens))
         hidden = np.array(self.run(self.weights, self._padded(tokens), self.caches, computed, return_hidden=True)[2])
@@ -130,7 +142,7 @@ class Expected:
 
 
 HOT = dataclasses.replace(DRAWN, temperature=2.0, top_k=0, top_p=1.0)
-"""Sampling parameters with such a flat distribution that the likeliest token is rarely drawn."""
+"""Sampling parameters with a flat distribution, from which the likeliest token is rarely drawn."""
 
 
 @functools.cache
@@ -148,7 +160,7 @@ def decoded(params: SamplingParams) -> tuple[list[RequestOutput], list[Proposed]
     return engine.generate(PROMPTS, params), list(proposer.proposed)
 
 
-@pytest.mark.slow  # tests/scripts/test_run_decode.py verifies tokens with such drafts
+@pytest.mark.slow  # slow, because tests/scripts/test_run_decode.py verifies tokens with drafts of a prediction module
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_output_equals_plain_decoding(params: SamplingParams):
     outputs, _ = decoded(params)
@@ -161,7 +173,7 @@ def test_output_equals_plain_decoding(params: SamplingParams):
 @slow_cases("hot", "greedy")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
 def test_acceptance_is_reported(params: SamplingParams):
-    """Drawn drafts are accepted as often as greedy drafts, because they use the noise of the model's draw."""
+    """Sampled drafts are accepted as often as greedy drafts, because draft and model use the same sampling noise."""
     outputs, _ = decoded(params)
     drafted, accepted = (np.sum([getattr(o, of) for o in outputs], axis=0) for of in ("drafted", "accepted"))
     assert len(drafted) == len(accepted) == NUM_DRAFTS
@@ -183,10 +195,12 @@ def test_drafts_depend_only_on_the_tokens():
         expected.check(row)
 
 
-@pytest.mark.slow  # test_speculation.py has trees of drafts
+@pytest.mark.slow  # slow, because test_speculation.py tests trees of drafts
 def test_alternatives_are_accepted_where_the_likeliest_draft_is_not():
-    """Three drafts per position are accepted more often than one. The first drafts of the tree equal the drafts in a
-    line."""
+    """Three alternative drafts per position are accepted more often than one draft per position.
+
+    The first alternatives of the tree equal the drafts without alternatives.
+    """
     model, mtp = modules()
     sizes = dataclasses.replace(padded(SIZES), batch_invariant=False)
     shares = []
@@ -206,7 +220,7 @@ def test_alternatives_are_accepted_where_the_likeliest_draft_is_not():
 
 
 def test_cost_of_a_draft_counts_only_weights_that_it_reads():
-    """A token selects two of four experts, and the embedding is not a matrix product."""
+    """A draft reads two of four experts and one row of the embedding, so their other weights do not count."""
     routed = dataclasses.replace(LAYER, first_k_dense_replace=0)
     mtp = random_mtp(random_model(routed))
     (module,) = mtp.depths
@@ -217,8 +231,11 @@ def test_cost_of_a_draft_counts_only_weights_that_it_reads():
 
 
 def test_cache_bytes_include_the_state_of_the_module():
-    """The cache has the module's layer, of the size of the model's layer; for each slot a hidden state, a token and a
-    length; and the token ids of all pages."""
+    """`cache_bytes` includes the state of the prediction module.
+
+    The state has the cache of the module's layer, as large as the cache of the model's layer; a hidden state, a token
+    and a length for each request slot; and the token ids of all pages.
+    """
     model, _ = modules()
     plain = Engine(model, padded(SIZES)).stats().cache_bytes
     of_slots = SIZES.max_num_seqs * (LAYER.hidden_size + 2) * 4

@@ -1,7 +1,7 @@
-"""The engine with the interpreted Blackwell kernels: each family decodes the tokens of a plain run.
+"""The engine with the interpreted Blackwell kernels: each model family decodes the tokens of a plain uncached run.
 
-Goldens are not suitable: they are in float32, and their heads (16 to 24 columns) are narrower than the kernels support.
-The models here are of similar size otherwise.
+The models of tests/goldens are not suitable: they are in float32, and their heads (16 to 24 columns) are narrower than
+the kernels support. The models here are of similar size otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pallas_attn.runtime.device import INTERPRET_VARIABLE
 from tests.kit import harness
 from tests.models.engine_case import CONFIG
 
-# Masked keys may be NaN in products. Interpreting an engine takes almost a minute.
+# Slow, because interpreting an engine takes almost a minute. The warning is ignored, because masked keys may be NaN in
+# matrix products.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")]
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -35,7 +36,7 @@ LATENTS: dict[str, Any] = SMALL | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 
 FAMILIES = {
     "qwen3": dataclasses.replace(GQA_PRESETS["qwen3-tiny"], **GQA),
     "head windows": dataclasses.replace(GQA_PRESETS["qwen3-tiny"], **GQA, windows=(HeadWindows((FULL, 7), (0, 2)),)),
-    # One expert, because the choice between several may depend on the last bit of bfloat16.
+    # One expert, because the selection among several experts may depend on the last bit of bfloat16.
     "gpt-oss": dataclasses.replace(
         GQA_PRESETS["gpt-oss-tiny"], **GQA, num_local_experts=1, num_experts_per_tok=1, windows=(9,)
     ),
@@ -45,14 +46,17 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    few = mock.patch.object(basics, "multiprocessors", return_value=2)  # all programs are interpreted
+    few = mock.patch.object(basics, "multiprocessors", return_value=2)  # few CTAs, because every CTA is interpreted
     with mock.patch.dict("os.environ", {INTERPRET_VARIABLE: "10.0"}), few, harness.interpreting(capsys):
         yield
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_a_plain_run(name: str) -> None:
-    """The second of two prompts is computed in two chunks while the first request decodes."""
+    """With the Blackwell kernels, tokens equal a plain uncached run.
+
+    The second of two prompts is prefilled in two chunks while the first request decodes.
+    """
     model = random_model(
         FAMILIES[name], seed=5, dtype=jnp.bfloat16, settings=AttentionSettings(implementation="mosaic")
     )

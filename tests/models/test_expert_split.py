@@ -1,4 +1,7 @@
-"""Experts split over devices, which have the same or different tokens, compared with one device."""
+"""Expert layers whose experts are split over devices, compared with one device.
+
+The devices have the same tokens (mesh axis `expert`) or different tokens (mesh axis `data`).
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
 def ragged_all_to_all(
     rows: Any, out: Any, starts: Any, sent: Any, their_starts: Any, received: Any, *, axis_name: str
 ) -> Any:
-    """Emulate `lax.ragged_all_to_all`, which CPUs do not have.
+    """Emulate `lax.ragged_all_to_all`, which XLA does not support on CPUs.
 
-    The result is NaN if the devices' numbers of rows are inconsistent.
+    The result is NaN if the numbers of sent and received rows of the devices are inconsistent.
     """
     everyone = functools.partial(lax.all_gather, axis_name=axis_name)
     rows, starts, sent, their_starts = map(everyone, (rows, starts, sent, their_starts))
@@ -44,7 +47,7 @@ def ragged_all_to_all(
 def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
     if kind == "spread":
         return np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(NUM_TOKENS)])
-    return np.tile([3, 2], (NUM_TOKENS, 1))  # more pairs than a device expects
+    return np.tile([3, 2], (NUM_TOKENS, 1))  # the devices of these experts get more (token, expert) pairs than expected
 
 
 @slow_cases(
@@ -68,7 +71,8 @@ def test_split_experts_equal_one_device(rng, monkeypatch, split: ExpertSplit, ho
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
     monkeypatch.setattr(split_experts, "is_gathered", lambda split, copies: how == "gathered")
-    monkeypatch.setattr(dispatch, "MAX_UNSPLIT_PAIRS", 32)  # more pairs are multiplied in chunks
+    # More than 32 (token, expert) pairs are multiplied in chunks.
+    monkeypatch.setattr(dispatch, "MAX_UNSPLIT_PAIRS", 32)
     monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     experts = biased_experts(rng, Experts(*draw_experts(rng, WIDTH, HIDDEN)))
@@ -107,7 +111,7 @@ def test_bits_do_not_depend_on_chunks(rng, monkeypatch):
     weights = jnp.asarray(rng.uniform(0.1, 1, (NUM_TOKENS, 3)), jnp.float32)
     own = np.stack([rng.permutation(NUM_EXPERTS)[:3] for _ in range(NUM_TOKENS)])
     sums = []
-    for number in range(6):  # other rows have a varying number of experts
+    for number in range(6):  # compare every fourth row; the experts of the other rows vary
         others = np.where(np.arange(NUM_TOKENS)[:, None] % 4, np.minimum(own + number % 2, number), own)
         run = jax.jit(lambda chosen: dispatch.apply_experts(x, chosen, weights, experts, expected=100))
         sums.append(np.asarray(run(jnp.asarray(others, jnp.int32)))[::4])

@@ -96,7 +96,7 @@ def read_arrays(name):
 
 
 def tensor_table(name):
-    """Return file, dtype name and shape of every tensor of a checkpoint."""
+    """Return file name, dtype name and shape of every tensor of a golden's checkpoint."""
     table = {}
     for path in sorted((GOLDENS / name).glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -108,7 +108,7 @@ def tensor_table(name):
 
 
 def read_tensor(name, key):
-    """Read a tensor in float32 by the description of the format, because numpy has no bfloat16."""
+    """Read a tensor in float32 directly from the bytes of the safetensors file, because NumPy has no bfloat16."""
     file, dtype, shape = tensor_table(name)[key]
     raw = (GOLDENS / name / file).read_bytes()
     header_size = int.from_bytes(raw[:8], "little")
@@ -144,7 +144,7 @@ def cached_shape(config, kind, length):
 
 
 def rope_parameters(config):
-    """Return rope parameters under their newer names, for files with old or new names."""
+    """Return the rope parameters of a config.json with their newer names, whichever names the file has."""
     if "rope_parameters" in config:
         return config["rope_parameters"]
     scaling = dict(config["rope_scaling"])
@@ -216,7 +216,10 @@ def test_shared_prefixes_have_equal_logits_and_cache(name):
 
 @pytest.mark.parametrize("name", GQA)
 def test_first_keys_and_values_follow_from_checkpoint(name):
-    """Position 0 is not rotated. Its row in the first layer determines order of heads, norms, biases and scale."""
+    """Keys and values of the first token in the first layer equal a computation from the checkpoint.
+
+    The token at position 0 is not rotated. The comparison depends on the order of heads, norms, biases and the scale.
+    """
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
     heads, table = (config["num_key_value_heads"], config["head_dim"]), tensor_table(name)
     x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
@@ -237,7 +240,10 @@ def test_first_keys_and_values_follow_from_checkpoint(name):
 
 @pytest.mark.parametrize("name", LATENT)
 def test_first_latent_follows_from_checkpoint(name):
-    """Position 0 is not rotated. Its row in the first layer determines order of columns and scale."""
+    """The latent of the first token in the first layer equals a computation from the checkpoint.
+
+    The token at position 0 is not rotated. The comparison depends on the order of columns and on the scale.
+    """
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
     latent_width = config["kv_lora_rank"]
     x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
@@ -265,7 +271,10 @@ def test_top_k_is_smaller_than_longer_prompts(name):
 
 
 def test_shared_layers_follow_different_full_layers():
-    """A layer that shares keys comes before another one, so that keys of a wrong layer would be detected."""
+    """The golden detects a model whose layers without indexer attend to the keys of a wrong layer.
+
+    Layers that share selected keys ("shared") follow two different layers that select keys ("full").
+    """
     types = read_json("glm-shared", "config.json")["indexer_types"]
     assert types == ["full", "shared", "shared", "full", "shared"]
     assert read_json("glm-shared", "golden.json")["closest_selection"] > 3e-4
@@ -312,7 +321,10 @@ def test_published_config_with_older_keys(name):
 
 @pytest.mark.parametrize("name", ["v3-fp8", "v32-fp8"])
 def test_fp8_blocks_with_remainders(name):
-    """Scales of V3.2 are powers of two. Of an indexer, only the weights projection is not quantised."""
+    """FP8 checkpoints have blocks of 128 x 128, and weights whose sizes are not multiples of 128.
+
+    Scales of V3.2 are powers of two. All projections of an indexer are quantised, except its weights projection.
+    """
     config, table = read_json(name, "config.json"), tensor_table(name)
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     quantised = {key for key in table if f"{key}_scale_inv" in table}
@@ -335,7 +347,10 @@ def test_fp8_blocks_with_remainders(name):
 
 
 def test_packed_experts_equal_rounded_experts():
-    """Weights are rounded to the nearest values of their group. Only experts are packed."""
+    """The MXFP4 golden has the weights of the gpt-oss golden, rounded to the nearest values of their group of 32.
+
+    Only the weights of experts are packed in MXFP4.
+    """
     plain, packed = tensor_table("gpt-oss"), tensor_table("gpt-oss-mxfp4")
     experts = {key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert len(experts) == 4

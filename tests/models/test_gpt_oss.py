@@ -24,7 +24,8 @@ from pallas_attn import FULL
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]
 
-PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries for training and conversion
+# config.json of openai/gpt-oss-20b, without entries for training and conversion.
+PUBLISHED: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
     "attention_dropout": 0.0,

@@ -1,4 +1,7 @@
-"""Models with grouped-query attention in the engine: tokens equal transformers, and quantised caches."""
+"""Models with grouped-query attention in the engine: tokens equal Hugging Face transformers.
+
+With a quantised cache, tokens equal a plain run: one request without batching, over a cache with the same quantisation.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
 
 
 def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list[RequestOutput]]:
-    """Run the prompts twice, so that the second run finds cached prefixes. The engine has few step sizes to compile."""
+    """Run the prompts twice, so that the second run has prefix hits.
+
+    The engine has one decode bucket and one prefill bucket, which limits the time for compilation.
+    """
     one_size = {
         "max_model_len": 104,
         "decode_buckets": (config.max_num_seqs,),
@@ -61,7 +67,8 @@ def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        pytest.param("llama", "chunks of 16, few pages", marks=pytest.mark.slow),  # gpt-oss also has windows and sinks
+        # Slow, because gpt-oss also has attention windows and sinks.
+        pytest.param("llama", "chunks of 16, few pages", marks=pytest.mark.slow),
         pytest.param("qwen3", "whole prompts, uncached", marks=pytest.mark.slow),
         ("gpt-oss", "chunks of 5, pages of one token"),
     ],
@@ -88,7 +95,7 @@ def scales_of_golden(name: str, qmax: int) -> KVScales:
     return KVScales(*largest)
 
 
-@pytest.mark.slow  # test_speculation.py has a quantised cache with rejected drafts
+@pytest.mark.slow  # slow, because test_speculation.py tests a quantised cache, with rejected drafts
 def test_tokens_over_quantised_cache_equal_plain_run():
     """Tokens equal a plain run over an fp8 cache, and differ from a plain run over a float32 cache."""
     model, prompts, exact_tokens = golden("qwen3-yarn")
@@ -130,7 +137,7 @@ def test_static_scales_per_layer_are_used(tmp_path: Path):
     with np.load(GOLDENS / "qwen3" / "golden.npz") as arrays:
         wanted, keys = arrays["logits_3"], arrays["keys_3"]
     stored = pages.keys_and_values(caches, 0, len(logits))[0]
-    # keys of the first layer equal transformers; later layers depend on rounded keys
+    # Compare only keys of the first layer with transformers, because keys of later layers depend on rounded keys.
     np.testing.assert_allclose(stored[0] * scales.k[0][:, None], keys[0], atol=0.51 * scales.k[0].max())
     for layer, cache in enumerate(caches):
         assert isinstance(cache, PagedKV)
@@ -161,7 +168,10 @@ def test_scales_of_wrong_shape_raise(tmp_path: Path):
 
 @pytest.mark.slow
 def test_one_plan_per_cache_group(monkeypatch: pytest.MonkeyPatch):
-    """A step computes one decode plan per cache group, and lowers one layer function that takes the plan."""
+    """A step computes one decode plan per cache group, and lowers one layer function per cache group.
+
+    A cache group has all layers with the same attention windows. A decode plan assigns the work of decode to CTAs.
+    """
     planned_for = []
     right = gqa.plan_decode
 
@@ -186,7 +196,7 @@ def test_one_plan_per_cache_group(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 def test_caches_are_written_in_place():
-    """Scales per token are written in place as well."""
+    """A step updates the donated caches without a copy, including the arrays of scales per token."""
     model = random_model(TINY)
     stepping, weights = split_model(model)
     pages = Pages.scatter(1, 6)

@@ -14,7 +14,7 @@ from models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConf
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
-QWEN3: dict[str, Any] = {  # of Qwen/Qwen3-8B, as published
+QWEN3: dict[str, Any] = {  # the published config.json of Qwen/Qwen3-8B
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -42,7 +42,7 @@ QWEN3: dict[str, Any] = {  # of Qwen/Qwen3-8B, as published
     "vocab_size": 151936,
 }
 
-LLAMA: dict[str, Any] = {  # of meta-llama/Llama-3.1-8B-Instruct, as published
+LLAMA: dict[str, Any] = {  # the published config.json of meta-llama/Llama-3.1-8B-Instruct
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,

@@ -56,7 +56,10 @@ def on_hopper() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_kernel_tokens_equal_plain_run(config: GQAConfig):
-    """Prompts share a prefix, are prefilled in chunks and decode concurrently."""
+    """With the Hopper kernels, tokens equal a plain uncached run.
+
+    Prompts share a prefix, are prefilled in chunks and decode concurrently.
+    """
     model = random_model(config, seed=5, dtype=jnp.bfloat16, settings=AttentionSettings(implementation="mosaic"))
     engine = Engine(model, EngineConfig(num_pages=64, page_size=64, max_batched_tokens=128, max_num_seqs=4))
     rng = np.random.default_rng(0)
@@ -73,7 +76,10 @@ def test_kernel_tokens_equal_plain_run(config: GQAConfig):
 
 @pytest.mark.gpu
 def test_grouped_gemm_at_gpt_oss_width(rng):
-    """At the width of gpt-oss, which is not a multiple of a tile, the kernel equals the portable loop over blocks."""
+    """The grouped GEMM kernel equals the portable loop over blocks of rows at the width of gpt-oss.
+
+    The width, 2880, is not a multiple of a tile.
+    """
     experts = biased_experts(rng, Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
     assert expert_gemms.hopper_supports(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)

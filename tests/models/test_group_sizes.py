@@ -1,4 +1,8 @@
-"""Division of the cache memory between cache groups."""
+"""Division of the cache memory between cache groups.
+
+A cache group has all layers with the same attention windows. In a group with windows per head, the unit of allocation
+is a page row: one page of one KV head.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +46,11 @@ def test_without_recycling_groups_are_equal_and_pools_have_no_windows():
 
 
 def test_division_is_proportional_to_pages_of_long_sequences():
-    """A sequence of 512 tokens holds 64 pages, or six with a window of 40 tokens. A chunk of 32 tokens needs four
-    more."""
+    """Each group gets memory in proportion to the pages of a sequence of the maximum length, plus pages for one chunk.
+
+    A sequence of 512 tokens holds 64 pages, or six pages with a window of 40 tokens. A prefill chunk of 32 tokens needs
+    four more pages in the group with a window.
+    """
     full, windowed = sizes(None, 40, 40, num_pages=300)
     assert (full.layers, windowed.layers) == ((0,), (1, 2))
     sequences = (3 * 300 - 2 * 4) / (64 + 2 * 6)
@@ -53,14 +60,18 @@ def test_division_is_proportional_to_pages_of_long_sequences():
 
 def test_heads_count_as_parts_of_a_page():
     full, mixed = sizes(None, HEADS, num_pages=300)
-    held = (64 + 1 + 6) / 2  # two heads: one without a window, one with sink tokens and a window
+    # Mean over two heads: 64 pages without a window; one page of sink tokens and six pages of a window.
+    held = (64 + 1 + 6) / 2
     sequences = (2 * 300 - 4 / 2) / (64 + held)
     assert (full.num_pages, mixed.num_pages) == (int(64 * sequences), int(held * sequences + 4 / 2))
 
 
 def test_division_for_max_num_seqs_sequences():
-    """Sixteen sequences of 30 pages (six with a window of 40 tokens) and one chunk fill the memory; sequences of 31
-    pages do not fit."""
+    """The memory is divided for `max_num_seqs` sequences of equal length, and for the longest sequences that fit.
+
+    16 sequences of 30 pages and one chunk fit in the memory, and 16 sequences of 31 pages do not fit. In the group with
+    a window of 40 tokens, a sequence holds six pages.
+    """
     full, windowed = sizes(None, 40, num_pages=291, max_num_seqs=16)
     assert (full.num_pages, windowed.num_pages) == (int(30 * (582 - 4) / 36), int(6 * (582 - 4) / 36) + 4)
     assert 31 * 16 + 6 * 16 + 4 > 582

@@ -1,4 +1,7 @@
-"""KV-cache transfer between two processes: one computes prompts, the other continues them with its pages."""
+"""KV-cache transfer between two processes.
+
+The prefill process computes prompts. The decode process continues these prompts with the transferred pages.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +74,14 @@ def received(connection: Connection) -> CachedPages:
     return CachedPages.from_bytes(connection.recv_bytes())
 
 
-@pytest.mark.slow  # test_cached_pages.py has pages as bytes, and later tests have dying processes
+# Slow, because test_cached_pages.py tests pages as bytes, and later tests of this file have processes that die.
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", [None, 4], ids=["whole", "killed half-way"])
 def test_tokens_equal_one_engine(tmp_path: Path, dies_at: int | None) -> None:
-    """Pages that arrived completely before the other process died are used, and the rest is computed here."""
+    """Tokens equal a single engine, also if the prefill process dies.
+
+    The engine uses pages that arrived completely before the process died, and computes the other prompts itself.
+    """
     _, tokens = computed("windows of heads, int8")
     engine = make("windows of heads, int8")
     with Listener(str(tmp_path / "pages"), "AF_UNIX") as listener:
@@ -185,14 +192,17 @@ def test_layers_from_another_process_give_the_tokens_of_one_engine(kind: str, tm
         remote.close()
         assert running.wait(60) == 0
     assert tuple(tuple(output.output_ids) for output in outputs) == tokens
-    # All pages except the last token's, although prompts share pages and arrive while other requests decode.
+    # All full pages before the last token are reused, although prompts share pages and other requests decode meanwhile.
     assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
     check(engine)
 
 
 @pytest.mark.slow
 def test_death_of_the_prefill_process_loses_no_request(tmp_path: Path) -> None:
-    """Prompts of the dead process are computed here with the pages that arrived completely; no page stays held."""
+    """If the prefill process dies, the decode process computes the pending prompts itself.
+
+    It uses the pages that arrived completely. No page stays allocated.
+    """
     engine = make(HEADWISE)
     with process(SERVER, tmp_path, HEADWISE, 8) as (transport, running):
         remote = RemotePrefill(engine, transport)
@@ -211,7 +221,7 @@ def test_death_of_the_prefill_process_loses_no_request(tmp_path: Path) -> None:
     check(engine)
 
 
-@pytest.mark.slow  # the death of the prefill process is in every run
+@pytest.mark.slow  # slow, because the tests above cover the death of the other process
 def test_death_of_the_decode_process_releases_all_pages(tmp_path: Path) -> None:
     engine = make(LATENT_KIND)
     with process(CLIENT, tmp_path) as (transport, running):
@@ -219,14 +229,14 @@ def test_death_of_the_decode_process_releases_all_pages(tmp_path: Path) -> None:
             serve_prefill(engine, transport)
         assert running.wait(60) == 9
     assert not any(engine.knows(i) and engine.output(i).finish_reason is None for i in range(len(PROMPTS)))
-    outputs = engine.generate(PROMPTS, PARAMS)  # computed pages are still found
+    outputs = engine.generate(PROMPTS, PARAMS)  # uses the pages that are still in the prefix cache
     assert tuple(tuple(output.output_ids) for output in outputs) == computed(LATENT_KIND)[1]
     check(engine)
 
 
 @contextlib.contextmanager
 def served(engine: Engine) -> Iterator[SocketTransport]:
-    """Connection to an engine that serves on a thread."""
+    """Yield a connection to an engine that runs `serve_prefill` on a thread."""
     here, there = socket.socketpair()
     thread = threading.Thread(target=serve_prefill, args=(engine, SocketTransport(there)))
     thread.start()
@@ -239,7 +249,11 @@ def served(engine: Engine) -> Iterator[SocketTransport]:
 
 @pytest.mark.slow
 def test_fuzz_of_two_processes(tmp_path: Path) -> None:
-    """Random prompts, salts and short pools, interrupted engines, and processes that die at any layer."""
+    """Tokens equal a single engine and no page is lost in random runs of a prefill and a decode process.
+
+    Prompts, salts and the number of pages are random. Steps of the engine are interrupted, and the prefill process dies
+    at a random layer.
+    """
     rng = random.Random(5)
     plain, died, lost = make(HEADWISE), 0, 0
     for trial in range(12):
@@ -259,7 +273,7 @@ def test_fuzz_of_two_processes(tmp_path: Path) -> None:
                 while remote.pending or engine.has_unfinished:
                     remote.poll(0.0 if engine.has_unfinished else 0.05)
                     if rng.random() < 0.02:
-                        engine._runner.reset()  # as after an interrupted step
+                        engine._runner.reset()  # set the state after an interrupted step
                         engine._intact = False
                     engine.step()
             except TransferError:
@@ -282,7 +296,7 @@ def test_fuzz_of_two_processes(tmp_path: Path) -> None:
 
 
 def layers_of(kind: str, prompt: Sequence[int]) -> list[WrittenLayer]:
-    """Layers of a prompt computed by an engine."""
+    """Return the reports of written layers of an engine that computes a prompt."""
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
     engine.generate([prompt], SamplingParams(max_tokens=1))
@@ -304,7 +318,10 @@ def held_rows(incoming: IncomingPages) -> set[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(LATENT_KIND, marks=pytest.mark.slow), HEADWISE])
 def test_incoming_pages_are_not_given_to_requests(kind: str) -> None:
-    """Requests use every other page several times between any two layers, and find no incomplete page."""
+    """Pages that are being received are neither allocated to requests nor found in the prefix cache.
+
+    Between any two received layers, requests allocate all other pages several times.
+    """
     engine, (_, tokens) = make(kind, num_pages=40), computed(kind)
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     pools = engine._pools[0].pools
@@ -338,11 +355,11 @@ def test_incoming_pages_are_released_if_no_request_can_run() -> None:
     for written in layers[:4]:
         write(incoming, written)
     assert incoming.num_tokens == 32
-    request = engine.add_request(PROMPTS[4][::-1], SamplingParams(max_tokens=3))  # needs 13 of 14 pages; 8 are held
+    request = engine.add_request(PROMPTS[4][::-1], SamplingParams(max_tokens=3))  # needs 13 of 14 pages; 8 are reserved
     assert len(outputs_of(engine, [request])[0]) == 3
     assert incoming.is_lost
     for written in layers[4:]:
-        write(incoming, written)  # is ignored
+        write(incoming, written)  # has no effect after the release
     request = engine.add_request(PROMPTS[4], SamplingParams(max_tokens=3), incoming=incoming)
     assert outputs_of(engine, [request])[0] == outputs_alone(PROMPTS[4])
     check(engine)
@@ -359,7 +376,7 @@ def test_incoming_pages_are_lost_when_the_engine_starts_over() -> None:
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     for written in layers[:3]:
         write(incoming, written)
-    engine._intact = False  # as after an interrupted call
+    engine._intact = False  # set the state after an interrupted call
     write(incoming, layers[3])
     assert (incoming.is_open, incoming.is_lost) == (False, True)
     incoming.close()
@@ -453,7 +470,7 @@ def test_silent_process_times_out() -> None:
     with here, there:
         greet(silent, "prefill", engine.cache_format)
         remote = RemotePrefill(engine, SocketTransport(here), timeout_s=0.3)
-        assert remote.poll(0.5) == []  # no prompt is pending
+        assert remote.poll(0.5) == []  # no timeout, because no prompt is pending
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
         with pytest.raises(TransferError, match=r"no page was completed for 0\.3 s"):
             remote.poll(0.5)

@@ -1,4 +1,4 @@
-"""Models with windows per head compared with a dense computation with explicit masks."""
+"""Models with attention windows per head compared with a dense computation with explicit masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONFIG = dataclasses.replace(
     num_attention_heads=6,
     num_key_value_heads=3,
     num_hidden_layers=2,
-    # heads without window, a window of one token, sink tokens past a page, and multiples of a page
+    # These windows cover heads without a window, a window of one token, sink tokens that do not fit in one page, and
+    # windows that are multiples of a page.
     windows=(HeadWindows((FULL, 9, 1), (0, 3, 10)), HeadWindows((8, FULL, 16), (8, 0, 0))),
 )
 SEED = 4
@@ -44,7 +45,10 @@ def model() -> Decoder:
 
 @functools.cache
 def expected() -> tuple[np.ndarray, list[int]]:
-    """Return logits of the prompt and the next tokens, whose margins are large enough to require equal tokens."""
+    """Return the logits of the prompt and the next greedy tokens, by the dense computation.
+
+    The two largest logits differ enough at each token, so rounding cannot change a token.
+    """
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + NEW_TOKENS:
@@ -81,7 +85,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.slow  # test_engine_windows.py has an engine with the same windows
+@pytest.mark.slow  # slow, because test_engine_windows.py tests an engine with windows per head
 @pytest.mark.parametrize("sizes", ENGINES.values(), ids=ENGINES)
 def test_engine_tokens_equal_masked_attention(sizes: dict[str, Any]):
     """Tokens of two concurrent requests, and of a request with a cached prefix, equal the dense computation."""

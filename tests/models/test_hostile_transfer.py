@@ -1,7 +1,7 @@
 """KV-cache transfer with another process that sends invalid, reordered, endless or too large messages.
 
-No message may change the prefix cache before it is accepted, keep a page row, end a thread silently, or raise another
-exception than the documented ones.
+A page row is one page of one KV head or, without windows per head, one page. A rejected message must not change the
+prefix cache, leave a page row allocated, end a thread silently, or raise an undocumented exception.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ SECRET, OTHER_SECRET = b"a secret of both processes", b"another secret of 26 byt
 
 
 class Scripted:
-    """Transport that receives the given messages, and then nothing until it is closed. An exception is raised."""
+    """Transport that receives the given messages, and then blocks until it is closed.
+
+    If an item of `messages` is an exception, `receive` raises this exception.
+    """
 
     def __init__(self, messages: Iterable[Message | BaseException]):
         self._messages, self._closed = iter(messages), threading.Event()
@@ -78,7 +81,7 @@ class Scripted:
 
 
 def greeting(role: str, engine: Engine) -> list[Message]:
-    """Greeting of another process with this role and without a secret."""
+    """Return the greeting messages of another process with this role and without a secret."""
     made_for = {"kind": "format", "made_for": engine.cache_format}
     return [(header, {}) for header in (hello(role), {"kind": "proof", "code": ""}, made_for)]
 
@@ -88,7 +91,7 @@ def prompt_message(number: Any, tokens: Sequence[int] = PROMPT, salt: Any = "") 
 
 
 def layer_message(written: WrittenLayer, number: int = 0, **changes: Any) -> Message:
-    """Message of the prefill process with a layer of the prompt `number`."""
+    """Return the message with which the prefill process sends a layer of the prompt `number`."""
     [chunk] = written.chunks
     header = {"kind": "layer", "step": written.step, "layer": written.layer, "chunks": [[number, chunk.first_page]]}
     pages = {f"pages.{name}": np.array(array) for name, array in written.contents.items()}
@@ -97,17 +100,17 @@ def layer_message(written: WrittenLayer, number: int = 0, **changes: Any) -> Mes
 
 @functools.cache
 def layers(index: int = 4) -> tuple[WrittenLayer, ...]:
-    """Layers of one of `PROMPTS`. The last prompts have three steps of two layers."""
+    """Return the written layers of `PROMPTS[index]`. The last prompts are computed in three steps of two layers."""
     return tuple(layers_of(LATENT_KIND, PROMPTS[index]))
 
 
 def published(engine: Engine) -> frozenset[bytes]:
-    """Identities of all pages in the prefix cache."""
+    """Return the digests of all pages in the prefix cache."""
     return frozenset(engine._prefix_caches[0]._by_digest)
 
 
 def check_rows(engine: Engine, num_held: int | None = None) -> None:
-    """Check that every page row is free or owned, and how many rows are owned."""
+    """Check that every page row is free or owned and, if `num_held` is given, the number of owned rows."""
     engine._pools[0].check()
     engine._prefix_caches[0].check()
     for pool in engine._pools[0].pools:
@@ -116,7 +119,7 @@ def check_rows(engine: Engine, num_held: int | None = None) -> None:
 
 
 def started(engine: Engine, messages: Iterable[Message | BaseException] = (), **arguments: Any) -> RemotePrefill:
-    """Connect to a prefill process that sends these messages."""
+    """Return a `RemotePrefill` that is connected to a scripted prefill process, which sends these messages."""
     return RemotePrefill(engine, Scripted(itertools.chain(greeting("prefill", engine), messages)), **arguments)
 
 
@@ -141,7 +144,7 @@ def finish(engine: Engine, ids: Sequence[int | str]) -> list[tuple[int, ...]]:
 def serving(
     engine: Engine, transport: Transport, **arguments: Any
 ) -> Iterator[tuple[threading.Thread, list[BaseException]]]:
-    """Serve prompts on a thread. Yield the thread and a list of the exception that ends it, if any."""
+    """Run `serve_prefill` on a thread. Yield the thread and a list to which the thread's exception is appended."""
     errors: list[BaseException] = []
     arguments.setdefault("timeout_s", 30)
 
@@ -205,7 +208,7 @@ def test_exception_of_the_receiving_thread_reaches_the_caller(error: BaseExcepti
 
 
 def test_threads_end_with_the_connection() -> None:
-    """Also a receiving thread that waits for room in a full inbox."""
+    """Closing a connection ends its threads, including a receiving thread that waits for room in a full inbox."""
     before = set(threading.enumerate())
     remote = started(make(LATENT_KIND), itertools.repeat(layer_message(layers()[0])))
     remote.close()
@@ -228,7 +231,7 @@ def settled(transport: Scripted) -> int:
 
 
 def first_layers(most: int) -> Iterator[Message | BaseException]:
-    """First layers of new steps, none of which is completed."""
+    """Yield `most` first layers of new steps. No step gets its second layer, so no page becomes complete."""
     for step in range(most):
         yield layer_message(layers()[0], step=step)
     yield TransportError("the test has no more messages")
@@ -269,7 +272,10 @@ def test_endless_messages_without_a_complete_page_time_out() -> None:
 
 
 def test_waiting_messages_are_limited_in_bytes() -> None:
-    """A process that sends faster than `poll` reads has to wait. A single larger message is accepted."""
+    """Received messages that wait for `poll` have a limit in bytes. At the limit, the connection is not read.
+
+    A single message that is larger than the limit is accepted.
+    """
     engine, size = make(LATENT_KIND), 2**20
     header, arrays = layer_message(layers()[0])
     large = header, arrays | {"pages.a": np.zeros(size, np.uint8)}
@@ -281,7 +287,7 @@ def test_waiting_messages_are_limited_in_bytes() -> None:
 
 
 def test_memory_of_headers_is_counted() -> None:
-    """Python objects of a header need more memory than its JSON."""
+    """The limit of waiting messages counts the memory of header objects, which is larger than their JSON."""
     header, arrays = layer_message(layers()[0])
     many = (
         header | {"chunks": [[i, 0] for i in range(200)]},
@@ -363,7 +369,7 @@ def test_prompts_above_the_limit_are_sent_later(monkeypatch: pytest.MonkeyPatch)
     ids=str,
 )
 def test_field_of_another_type_changes_nothing(changes: dict[str, Any], match: str) -> None:
-    """The prefix cache and a running request keep their pages."""
+    """A header field of a wrong type raises an error. The prefix cache and a running request keep their pages."""
     engine = make(LATENT_KIND)
     engine.generate([PROMPTS[0]], ONE)
     running = engine.add_request(PROMPTS[1], PARAMS)
@@ -379,7 +385,7 @@ def test_field_of_another_type_changes_nothing(changes: dict[str, Any], match: s
     remote.close()
     assert published(engine) == before
     assert finish(engine, [running]) == [computed(LATENT_KIND)[1][1]]
-    assert engine.stats().prefill_tokens == steps  # nothing is computed again
+    assert engine.stats().prefill_tokens == steps  # the engine did not prefill again
     check(engine)
 
 
@@ -564,8 +570,10 @@ def test_both_processes_must_have_the_same_secret(mine: bytes | None, other: byt
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_recorded_or_reflected_proof_is_rejected(role: str) -> None:
-    """Neither the process's own proof nor the proof of an earlier connection is accepted, and the process does not
-    send its cache format."""
+    """A peer that returns the process's own proof, or a proof of an earlier connection, is rejected.
+
+    The process does not send its cache format to this peer.
+    """
     engine, other = make(LATENT_KIND), "decode" if role == "prefill" else "prefill"
 
     def connect(transport: Transport) -> None:
@@ -575,7 +583,7 @@ def test_recorded_or_reflected_proof_is_rejected(role: str) -> None:
             RemotePrefill(engine, transport, timeout_s=5, secret=SECRET)
 
     class Answering(Scripted):
-        """Transport that answers the proof of the process with one made by `code`."""
+        """Transport that answers the proof of the process with the proof that `code` computes from it."""
 
         def __init__(self, code: Callable[[str], str]):
             super().__init__([])
@@ -657,7 +665,7 @@ def _messages(*changes: Callable[[list[Message]], list[Message]]) -> list[Messag
     ],
 )
 def test_messages_out_of_order_are_rejected(change: Callable[[list[Message]], list[Message]], match: str) -> None:
-    """All tokens are right afterwards, and no row stays held."""
+    """A changed order of messages raises an error. Afterwards all tokens are right, and all page rows are free."""
     engine = make(LATENT_KIND)
     remote = started(engine, [m if isinstance(m, tuple) else (m, {}) for m in _messages(change)])
     remote.add_request(PROMPT, PARAMS, request_id=0)
@@ -710,7 +718,10 @@ def test_messages_after_bye_are_ignored() -> None:
 
 
 def test_pages_of_prompts_computed_here_are_accepted() -> None:
-    """After `compute_here` on an intact connection, layers and `done` of these prompts still arrive."""
+    """Messages for prompts that `compute_here` took back are accepted.
+
+    On an intact connection, the prefill process still sends layers and `done` of these prompts.
+    """
     engine = make(LATENT_KIND)
     with pair(engine) as remote:
         for i, prompt in enumerate(PROMPTS):
@@ -728,7 +739,7 @@ def test_pages_of_prompts_computed_here_are_accepted() -> None:
 
 
 def test_pages_of_other_requests_are_not_sent() -> None:
-    """The prefill process computes a request of its own at the same time."""
+    """The prefill process does not send pages of its own request, which it computes at the same time."""
     engine, other = make(LATENT_KIND), make(LATENT_KIND)
     own = other.add_request(PROMPTS[5], PARAMS)
     here, there = socket.socketpair()
@@ -756,7 +767,7 @@ def test_generate_computes_more_prompts_than_the_history() -> None:
 
 
 def test_generate_after_a_failed_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure leaves no request and no pending prompt, and messages of its prompts are ignored."""
+    """A failed `generate` leaves no request and no pending prompt. Later messages for its prompts are ignored."""
     engine = make(LATENT_KIND)
     step = engine.step
     with pair(engine) as remote:
@@ -784,7 +795,7 @@ def test_name_in_use_does_not_affect_other_prompts(arrives: bool) -> None:
     remote = started(engine, [({"kind": "done", "number": n}, {}) for n in range(3)] if arrives else [])
     for i in range(3):
         remote.add_request(PROMPTS[i], PARAMS, request_id=i)
-    engine.add_request(PROMPTS[3], PARAMS, request_id=1)  # the name of a pending prompt
+    engine.add_request(PROMPTS[3], PARAMS, request_id=1)  # also the id of a pending prompt
     match = "^request_id: expected ids that the engine does not know, got 1"
     if arrives:
         settled(transport_of(remote))
@@ -830,7 +841,7 @@ def test_invalid_arguments_send_nothing(arguments: dict[str, Any], match: str) -
 
 
 def frame(header: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Frame of a message with a correct checksum, whatever the message is."""
+    """Return the frame of a valid or invalid message, with a correct checksum."""
     body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
     if isinstance(header, dict):
         listed = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
@@ -861,11 +872,11 @@ ODD = (
     {},
     [[]],
 )
-"""Values that replace a value of a header."""
+"""Invalid values that replace a value of a header."""
 
 
 def spoiled(rng: random.Random, value: Any) -> Any:
-    """Copy of a JSON value in which one value is replaced, removed or added."""
+    """Return a copy of a JSON value in which one value is replaced, removed or added."""
     if rng.random() < 0.3 or not value or not isinstance(value, dict | list):
         return rng.choice(ODD)
     places: Any = list(value) if isinstance(value, dict) else range(len(value))
@@ -884,7 +895,7 @@ def spoiled(rng: random.Random, value: Any) -> Any:
 
 
 def spoiled_arrays(rng: random.Random, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Copy of arrays with one array removed, added, or changed in dtype, shape or values."""
+    """Return a copy of the arrays with one array removed, added, or changed in dtype, shape or values."""
     name = rng.choice([*arrays, "rows.1", "pages.other", "tokens"])
     array = arrays.get(name, np.zeros(3, np.int32))
     changed: list[np.ndarray | None] = [
@@ -901,7 +912,10 @@ def spoiled_arrays(rng: random.Random, arrays: dict[str, np.ndarray]) -> dict[st
 
 
 def hostile(rng: random.Random, message: Message) -> tuple[bytes, bool]:
-    """Frame of a spoiled message, and whether the connection must be closed after it, because it may be incomplete."""
+    """Return the frame of a spoiled message, and whether to close the connection after it.
+
+    The connection must be closed if the frame may be incomplete, because the receiver would wait for more bytes.
+    """
     header, arrays = message
     match rng.randrange(6):
         case 0:
@@ -922,7 +936,7 @@ def hostile(rng: random.Random, message: Message) -> tuple[bytes, bool]:
 
 
 def reader(end: socket.socket) -> threading.Thread:
-    """Read and drop everything that arrives at a socket, on a thread."""
+    """Start a thread that reads and drops everything that arrives at a socket."""
 
     def run() -> None:
         with contextlib.suppress(OSError):
@@ -935,7 +949,7 @@ def reader(end: socket.socket) -> threading.Thread:
 
 
 def send(end: socket.socket, data: bytes, *, last: bool = False) -> None:
-    with contextlib.suppress(OSError):  # the process has closed the connection
+    with contextlib.suppress(OSError):  # raised if the process has closed the connection
         end.sendall(data)
         if last:
             end.shutdown(socket.SHUT_WR)
@@ -948,7 +962,7 @@ def attack_decode(rng: random.Random, engine: Engine, num_messages: int) -> dict
     while counts["messages"] < num_messages:
         here, there = socket.socketpair()
         drain, salt = reader(there), f"salt {counts['messages']}"
-        ordered = rng.random() < 0.3  # honest messages in any order: all tokens must be right
+        ordered = rng.random() < 0.3  # send only valid messages, in a random order
         greet_bytes = [frame(*message) for message in greeting("prefill", engine)]
         if spoil_greeting := rng.random() < 0.1:
             data, last = hostile(rng, rng.choice(greeting("prefill", engine)))
@@ -968,7 +982,7 @@ def attack_decode(rng: random.Random, engine: Engine, num_messages: int) -> dict
             for name, index in zip(names, indices, strict=True):
                 remote.add_request(PROMPTS[index], PARAMS, request_id=name, salt=salt)
             honest = [layer_message(w, number) for number, i in enumerate(indices) for w in layers(i)]
-            for step, (header, _) in enumerate(honest):  # steps of all prompts one after another
+            for step, (header, _) in enumerate(honest):  # number the steps across all prompts
                 header["step"] = step - header["layer"]
             honest += [({"kind": "done", "number": number}, {}) for number in range(len(indices))]
             place = 0
@@ -1041,7 +1055,7 @@ def attack_prefill(rng: random.Random, engine: Engine, num_messages: int) -> dic
         assert not drain.is_alive()
         counts["refused" if errors else "regular"] += 1
         assert all(isinstance(error, TransferError | ValueError) for error in errors), errors
-        assert published(engine) >= before or len(published(engine)) > 40  # a full pool reuses rows
+        assert published(engine) >= before or len(published(engine)) > 40  # a full pool reuses page rows
         assert not engine._tracked
         finish(engine, [])  # a step may still be on the device
         check_rows(engine, 0)
@@ -1058,7 +1072,10 @@ def resident_bytes() -> int:
 )
 @pytest.mark.parametrize("attack", [attack_decode, attack_prefill], ids=["decode process", "prefill process"])
 def test_fuzz(attack: Callable[[random.Random, Engine, int], dict[str, int]], seed: int, num_messages: int) -> None:
-    """Random hostile messages. Outcomes of all kinds occur, and the engine works afterwards."""
+    """Random hostile messages raise only documented errors, and the engine works afterwards.
+
+    Each kind of outcome that `attack` counts occurs at least once.
+    """
     threads, engine = set(threading.enumerate()), make(LATENT_KIND)
     check_honest_transfer(engine, "before")  # compiles all steps
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""Implementations that the attention of a model uses, by its settings."""
+"""Implementations of attention operations that a model uses, by its settings and by the device."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -65,7 +65,11 @@ def test_implementations_are_tried_in_order():
 
 @pytest.mark.parametrize("name", ["NVIDIA L4", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"])
 def test_demo_uses_triton_without_hopper(name, monkeypatch):
-    """`make demo CUDA=13` computes in bfloat16. This test compiles nothing; the compile gate compiles every kernel."""
+    """On GPUs other than Hopper, all attention operations of the demo's bfloat16 model use Triton.
+
+    `make demo CUDA=13` runs the demo. This test compiles nothing; the compile gate (`make test-aot`) compiles every
+    kernel.
+    """
     monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE)
     card = SimpleNamespace(platform="cuda", device_kind=name, core_count=58)
     monkeypatch.setattr(device, "_traced_device", lambda: card)
@@ -81,7 +85,10 @@ def test_demo_uses_triton_without_hopper(name, monkeypatch):
     ids=["v3", "gpt-oss", "v2-lite", "qwen3"],
 )
 def test_b200_uses_mosaic(config, monkeypatch):
-    """The device is only described. The compile gate compiles every engine bucket for it."""
+    """On a B200, all attention operations use the Mosaic kernels.
+
+    The test only describes the device. The compile gate (`make test-aot`) compiles every engine bucket for a B200.
+    """
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
     sizes = {"core_count": 148, "shared_memory_per_block_optin": 227 * 1024}
     card = SimpleNamespace(platform="cuda", device_kind="NVIDIA B200", compute_capability="10.0", **sizes)

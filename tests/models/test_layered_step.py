@@ -1,4 +1,7 @@
-"""Steps of several programs: equal tokens and caches, equal layers compiled once, and failures."""
+"""Steps that consist of several compiled programs, each with some of the layers.
+
+Tokens and caches equal steps of one program, and programs of equal layers are compiled once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ FAMILIES = {
     "choices that are shared": (CHOOSING, [1, 2, 2], 2),
     "windows in turns": (WINDOWS, [2, 2], 1),
 }
-"""Models, numbers of layers of their programs, and number of distinct compiled programs with layers per step."""
+"""By name: a model, the number of layers of each program of a step, and the number of distinct compiled programs."""
 SIZES = EngineConfig(
     num_pages=96,
     page_size=4,
@@ -54,8 +57,10 @@ def make(config: ModelConfig, **changes: Any) -> Engine:
 
 @functools.cache
 def deep() -> Engine:
-    """Engine for the fixture `cut`, shared by tests that leave it without requests. Each test uses its own salt, so
-    that no prefix is found."""
+    """Return the engine that all tests with the fixture `cut` share.
+
+    Each test leaves the engine without requests, and uses its own salt, so no test reuses cached prefixes of another.
+    """
     return make(DEEP)
 
 
@@ -92,7 +97,7 @@ def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.
 
 @pytest.mark.slow
 def test_programs_copy_no_cache(cut: None) -> None:
-    """The caches that a program returns use the memory of its arguments."""
+    """The caches that a program returns use the memory of the caches in its arguments."""
     engine = deep()
     before = jax.tree.leaves(engine._runner._caches)
     tokens_of(engine, "copies")
@@ -138,7 +143,7 @@ def test_page_export_uses_the_programs_of_long_steps(cut: None) -> None:
     engine.warmup()
     with engine_case.compile_events() as events:
         assert tokens_of(engine, "watched") == wanted
-    assert events == []  # copies of rows are also compiled
+    assert events == []  # warmup also compiles the functions that copy written page rows
     feed.wait(60)
     feed.close()
     assert {written.layer for written in told} == {*range(5)}

@@ -35,7 +35,7 @@ PARAMS = [GREEDY, DRAWN] * (len(PROMPTS) // 2)
 
 
 type Sizes = int | str
-"""Devices along `tensor`, or a value of --mesh."""
+"""Size of the mesh axis `tensor` if an integer, else a value of the option --mesh, such as "data=2,tensor=2"."""
 
 
 def devices_of(sizes: Sizes) -> Mesh:
@@ -54,12 +54,12 @@ def model(config: ModelConfig, devices: Sizes | None = None) -> Decoder:
 
 
 def make(config: ModelConfig, sizes: EngineConfig, devices: Sizes) -> Engine:
-    """Make an engine with one bucket of each kind, to compile little."""
+    """Make an engine with one decode bucket and one prefill bucket, which limits the time for compilation."""
     return Engine(model(config, devices), engine_case.padded(dataclasses.replace(sizes, mesh=devices_of(devices))))
 
 
 def expect_plain(config: ModelConfig, outputs: list[Any], **cache: Any) -> None:
-    """Expect the tokens of one forward pass on one device, without pages, chunks or a cache."""
+    """Check that tokens equal one forward pass on one device, without pages, chunks or a cache."""
     decoded = [Decoded(p, o.output_ids, params) for p, o, params in zip(PROMPTS, outputs, PARAMS, strict=True)]
     verification = verify(model(config), decoded, max_len=96, **cache)
     assert verification.passed, verification
@@ -72,31 +72,30 @@ SPLITTABLE = {
     2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "v32", "v32-fp8", "qwen3-yarn"},
     4: {"v2-greedy", "glm-dsa", "glm-shared", "qwen3-window", "llama"},
 }
-"""Goldens by number of devices that divides their heads."""
+"""Names of the goldens whose heads can be split over 2 and over 4 devices."""
 
 
 @slow_cases("llama-context=2", "gpt-oss-2", "v2-greedy-data=2,expert=4", "v2-greedy-context=2,tensor=2")
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("gpt-oss", 2),  # has biases, sinks, windows and experts
-        (
-            "v2-greedy",
-            "data=2,expert=4",
-        ),  # experts are on the other rank, too
-        ("v2-greedy", "context=2,tensor=2"),  # the tokens of each page are on two devices
+        ("gpt-oss", 2),  # the model has biases, sinks, windows and experts
+        # The requests and the 12 experts are split over both data ranks (the indices along the axis `data`).
+        ("v2-greedy", "data=2,expert=4"),
+        ("v2-greedy", "context=2,tensor=2"),  # the tokens of each page are split over two devices
         ("llama", "context=2"),
-        ("llama", "data=2,tensor=4"),  # on all eight devices: each KV head on two
+        ("llama", "data=2,tensor=4"),  # eight devices; the four devices of a data rank have two copies of each KV head
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
             for name, devices in (
-                ("v2-greedy", "tensor=4,expert=2"),  # six experts per device, and half of the columns of each
+                ("v2-greedy", "tensor=4,expert=2"),  # each device has half of the columns of six experts
                 ("glm-shared", "expert=4"),
                 ("glm-shared", "data=2,tensor=2"),
-                *((name, "data=2") for name in NAMES),  # with heads over two: what runs on two GPUs
+                # Requests and experts are split over both devices. All other weights are copied to both devices.
+                *((name, "data=2") for name in NAMES),
                 *((name, "expert=2") for name in ("v2-greedy", "glm-dsa", "glm-shared", "gpt-oss", "gpt-oss-mxfp4")),
-                ("v3", "data=3"),  # 16 experts on three devices
+                ("v3", "data=3"),  # 16 experts are split over three devices, so the last device has padding
                 ("gpt-oss", "data=3"),
                 ("qwen3-window", "data=2,tensor=2"),
                 ("llama", "data=4"),
@@ -107,17 +106,17 @@ SPLITTABLE = {
                 ("v2-group", "context=3"),
                 ("qwen3", "context=2"),
                 ("llama", "context=2,tensor=2"),
-                ("llama", "context=4"),  # more devices than KV heads
+                ("llama", "context=4"),  # the model has two KV heads, fewer than devices
                 ("llama", "data=2,context=2"),
                 ("llama", "tensor=8"),
                 ("llama", "data=2,tensor=2,context=2"),
-                ("v2-greedy", "data=2,expert=8"),  # heads over four, experts over eight
+                ("v2-greedy", "data=2,expert=8"),  # heads are split over four devices, experts over eight
                 ("v2-greedy", "data=2,tensor=4"),
                 ("v2-greedy", "data=4,context=2"),
                 ("glm-dsa", "data=2,tensor=4"),
                 ("qwen3-window", "data=2,tensor=4"),
                 *((name, "data=4,tensor=2") for name in ("gpt-oss", "gpt-oss-mxfp4", "qwen3", "qwen3-window")),
-                *((name, "data=8") for name in NAMES),  # 12 experts on eight devices among them
+                *((name, "data=8") for name in NAMES),  # includes v2-greedy, whose 12 experts do not divide evenly
             )
         ),
         *(
@@ -129,7 +128,7 @@ SPLITTABLE = {
     ],
 )
 def test_goldens(name: str, devices: Sizes):
-    """Tokens and prompt logits equal transformers'."""
+    """Tokens and prompt logits equal the results of Hugging Face transformers."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
         num_pages=160,
@@ -179,10 +178,13 @@ def latent_engine(devices: Sizes = 2) -> Engine:
     return make(LATENT, SHORT, devices)
 
 
-@pytest.mark.slow  # recycled pages of split heads and goldens are in every run
+@pytest.mark.slow  # slow, because every run has test_goldens and a test of recycled pages on a mesh
 @pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4", "context=2", "context=2,data=2"])
 def test_traffic_of_a_latent_model(devices: Sizes):
-    """Chunks, prefixes, preemptions, greedy and drawn tokens, with experts, low-rank queries and a dense layer."""
+    """Tokens equal one device for an MLA model with experts, low-rank queries and a dense layer.
+
+    The traffic has chunked prefill, prefix hits, preemptions, and greedy and sampled tokens.
+    """
     engine = latent_engine(devices)
     outputs = engine.generate(PROMPTS, PARAMS)
     expect_plain(LATENT, outputs)
@@ -203,8 +205,10 @@ FULL_HEADS = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2,
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_traffic_over_split_contexts(batch_invariant: bool):
-    """Keys and values of chunks, prefixes and preempted requests. Contexts are split over two devices, with and without
-    split heads."""
+    """Tokens equal one device if the cached tokens of each page are split over two devices.
+
+    Heads are split or not. The traffic has chunked prefill, prefix hits and preemptions.
+    """
     sizes = EngineConfig(
         num_pages=24, page_size=4, max_batched_tokens=16, max_num_seqs=4, batch_invariant=batch_invariant
     )
@@ -237,14 +241,17 @@ def test_contexts_that_cannot_be_split_are_rejected():
     ("devices", "cache"),
     [
         (2, {"cache_dtype": jnp.int8}),
-        (4, {}),  # each KV head on two devices
+        (4, {}),  # two devices have copies of each KV head
         (4, {"cache_dtype": jnp.float8_e4m3fn, "kv_scales": "head"}),
         (2, {"cache_dtype": jnp.int8, "kv_scales": "channel"}),
     ],
 )
 def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
-    """Windows per head and layer, sinks and biased experts. Recycled pages are equal on all devices, although full and
-    windowed heads are on different devices."""
+    """Tokens equal one device for a model with attention windows per head and per layer, sinks and biased experts.
+
+    Pages outside the windows are recycled. All devices recycle the same page ids, although heads without a window and
+    heads with a window are on different devices.
+    """
     if "kv_scales" in cache:
         rng, channels = np.random.default_rng(0), (WINDOWED.head_dim,) if cache["kv_scales"] == "channel" else ()
         scales = (0.02 + 0.02 * rng.random((2, 2, *channels), np.float32) for _ in range(2))
@@ -262,7 +269,10 @@ def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
 
 
 def test_recycled_pages_of_split_heads_cover_all_devices():
-    """Head i of every device holds the pages that head i of any device attends to."""
+    """Head i of every device keeps the pages that head i of at least one device attends to.
+
+    Page ids are the same on all devices, so a page can be recycled only if no device needs the page.
+    """
     heads = HeadWindows((7, FULL, 6, 9), (2, 0, 3, 1))
     config = dataclasses.replace(WINDOWED, num_key_value_heads=4, windows=(heads, 5))
     split, five = mesh.device_part(config, devices_of(2)).windows or ()
@@ -271,7 +281,7 @@ def test_recycled_pages_of_split_heads_cover_all_devices():
     assert split.devices == (HeadWindows((7, FULL), (2, 0)), HeadWindows((6, 9), (3, 1)))
 
 
-@pytest.mark.slow  # recovery is tested on one device; allocation on a mesh in other tests
+@pytest.mark.slow  # slow, because test_engine.py tests recovery on one device, and other tests allocate on a mesh
 @pytest.mark.parametrize("devices", [2, "data=2"])
 def test_failed_step_loses_no_token(devices: Sizes):
     engine = latent_engine(devices)
@@ -295,7 +305,7 @@ def test_failed_step_loses_no_token(devices: Sizes):
 def test_no_compilation_after_warmup_and_one_array_per_step(devices: Sizes, monkeypatch):
     engine = latent_engine(devices)
     engine.warmup()
-    engine.generate(PROMPTS[:2], PARAMS[:2])  # first-time work of numpy and jax
+    engine.generate(PROMPTS[:2], PARAMS[:2])  # NumPy and JAX initialise some parts at the first call
     sent, put = [], jax.device_put
 
     def send(array: Any, *args: Any) -> Any:
@@ -316,15 +326,18 @@ def test_no_compilation_after_warmup_and_one_array_per_step(devices: Sizes, monk
     ("devices", "exchanged"),
     [
         (2, {}),
-        pytest.param(  # tokens, expert ids with weights; results
-            "data=2,expert=4", {"all-gather": 1 + 2, "reduce-scatter": 1}, marks=pytest.mark.slow
-        ),
-        pytest.param("context=2", {"all-to-all": LATENT.num_hidden_layers}, marks=pytest.mark.slow),  # outputs of heads
+        # One all-gather of the logits and, in the layer with experts, two all-gathers (hidden states; expert ids with
+        # weights) and one reduce-scatter of the results.
+        pytest.param("data=2,expert=4", {"all-gather": 1 + 2, "reduce-scatter": 1}, marks=pytest.mark.slow),
+        # One all-to-all of the outputs of heads per layer.
+        pytest.param("context=2", {"all-to-all": LATENT.num_hidden_layers}, marks=pytest.mark.slow),
     ],
 )
 def test_step_has_two_sums_per_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
-    """Collectives of a compiled step: sums of the embedding and two sums per layer, and a gather of the logits. Data
-    ranks exchange tokens in the layer with experts."""
+    """A compiled step has one all-reduce for the embedding, two per layer, and one all-gather of the logits.
+
+    `exchanged` has other numbers of collectives by mesh: data ranks exchange tokens in the layer with experts.
+    """
     engine = latent_engine(devices)
     engine._runner.compile([bucket := Bucket(4, 0)])
     text = engine._runner._compiled[bucket].as_text()
@@ -332,14 +345,18 @@ def test_step_has_two_sums_per_layer_and_gathers_no_cache(devices: Sizes, exchan
     assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1, **exchanged}
     gathered = [shape.split("{")[0] for shape in re.findall(r"= (\S+) all-gather(?:-start)?\(", text)]
     assert gathered.count(f"f32[4,{LATENT.vocab_size}]") == 1
-    assert all(re.match(r"\w+\[8[,\]]", shape) for shape in gathered if not shape.startswith("f32[4,"))  # two ranks
+    # The other gathered arrays have 8 rows, the tokens of both data ranks.
+    assert all(re.match(r"\w+\[8[,\]]", shape) for shape in gathered if not shape.startswith("f32[4,"))
 
 
 # --- weights
 
 
 def test_devices_hold_shards_and_files_are_read_in_slices(monkeypatch):
-    """8 heads over 2 KV heads on 4 devices: each device has 2 heads, and a KV head that a neighbour has, too."""
+    """Split 8 query heads and 2 KV heads over 4 devices.
+
+    Each device has 2 query heads and 1 KV head. Two adjacent devices have copies of the same KV head.
+    """
     read, right = [], files.StoredTensor.read
 
     def recording(tensor: files.StoredTensor, part: files.Slices = ()) -> np.ndarray:
@@ -352,7 +369,7 @@ def test_devices_hold_shards_and_files_are_read_in_slices(monkeypatch):
     monkeypatch.undo()
     layer: Any = split.layers[0]
     config: Any = split.config
-    assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # only norms are read whole
+    assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # only norms are not split
     own = [
         (layer.self_attn.qkv_proj.weight, (config.hidden_size, (2 + 2) * config.head_dim)),
         (layer.self_attn.o_proj.weight, (2 * config.head_dim, config.hidden_size)),
@@ -373,7 +390,10 @@ def test_devices_hold_shards_and_files_are_read_in_slices(monkeypatch):
 
 @pytest.mark.parametrize(("name", "ending"), [("v3-fp8", "_proj.weight"), ("gpt-oss-mxfp4", "experts.gate_up_proj")])
 def test_slices_of_quantised_tensors_equal_the_whole(name: str, ending: str, rng: np.random.Generator):
-    """Slices of every tensor that begin and end within quantisation blocks."""
+    """A slice of a quantised tensor equals the same slice of the whole dequantised tensor.
+
+    The slices begin and end within quantisation blocks.
+    """
     checkpoint = files.open_checkpoint(GOLDENS / name)
     names = {tensor.removesuffix("_blocks").removesuffix("_scales") for tensor in checkpoint.tensors}
     for tensor in sorted(n for n in names if n.endswith(ending)):
@@ -455,7 +475,7 @@ def test_indivisible_experts_are_rejected():
 
 
 def test_devices_hold_whole_experts():
-    """Five experts on four devices: each device has two, and the last ones are zeros."""
+    """Five experts on four devices: each device has two experts, and the last three of the eight are zeros."""
     config = dataclasses.replace(LATENT, n_routed_experts=5, n_group=1, topk_group=1)
     layer: Any = random_model(config, seed=3).layers[1]
     split: Any = random_model(config, seed=3, mesh=devices_of("data=2,expert=4")).layers[1]
@@ -465,7 +485,8 @@ def test_devices_hold_whole_experts():
         shards = getattr(split.mlp, name)[...].addressable_shards
         np.testing.assert_array_equal(np.concatenate([shard.data for shard in shards]), padded)
     shared = split.mlp.shared_experts.gate_up_proj.weight[...]
-    assert [shard.data.shape for shard in shared.addressable_shards] == [(32, 16)] * 4  # two devices share 2 x 16
+    # A device has half of the 16 gate columns and half of the 16 up columns of the shared expert.
+    assert [shard.data.shape for shard in shared.addressable_shards] == [(32, 16)] * 4
     assert split.mlp.gate.weight[...].is_fully_replicated
 
 

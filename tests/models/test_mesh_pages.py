@@ -36,12 +36,15 @@ def computed(kind: str, devices: Sizes | None = None) -> tuple[Engine, list[list
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """Encode and decode pages, as for a file or a socket."""
+    """Convert pages to bytes and back, as a transfer through a file or a socket does."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
 def page_contents(pages: CachedPages) -> dict[tuple[int, ...], list[np.ndarray]]:
-    """Contents of each page of the only cache group, keyed by all tokens up to the end of the page."""
+    """Return the contents of each page, keyed by all tokens up to the end of the page.
+
+    The cache has one cache group, because all layers have the same attention windows.
+    """
     [arrays], page_size = pages.groups, SIZES.page_size
     return {
         sequence.tokens[: (i + 1) * page_size]: [array[row] for array in arrays.values()]
@@ -59,7 +62,7 @@ LAYOUTS = [
             ("latents", "data=2"),
             ("latents", "data=2,context=2"),
             ("latents", "data=2,expert=4"),
-            ("heads", 4),  # each KV head on two devices
+            ("heads", 4),  # two devices have copies of each KV head
             ("heads", "data=2,tensor=2"),
             ("heads, int8", 2),
         )
@@ -70,7 +73,10 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
-    """Contents of all prefixes have the format of one device and equal contents up to rounding. `made_for` is equal."""
+    """Pages exported on a mesh have the format and, up to rounding, the contents of pages exported on one device.
+
+    `made_for`, which describes the model and the cache format, is equal.
+    """
     (one, _), (split, _) = computed(kind), computed(kind, devices)
     wanted, got = one.export_prefix_cache(), passed_on(split.export_prefix_cache())
     assert got.made_for == wanted.made_for
@@ -85,8 +91,10 @@ def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
 @slow_cases("latents-2")
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_are_exchanged_between_a_mesh_and_one_device(kind: str, devices: Sizes):
-    """An engine on a mesh continues with pages of one device on any rank, and one device continues with pages of a
-    mesh. Imported contents are exported unchanged."""
+    """Pages exported on one device are used on every data rank of a mesh, and pages exported on a mesh on one device.
+
+    Exporting imported pages again returns the same contents.
+    """
     one, tokens = computed(kind)
     sent = passed_on(one.export_prefix_cache())
     split = make(kind, devices)
@@ -108,7 +116,10 @@ def test_pages_are_exchanged_between_a_mesh_and_one_device(kind: str, devices: S
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, "data=2", "context=2"])
 def test_pages_of_one_request(devices: Sizes):
-    """Pages of a request are exported from the rank that computed it. Another engine computes only the rest."""
+    """Pages of a request are exported from the data rank that computed the request.
+
+    Another engine that imports the pages computes only the tokens after the last full page.
+    """
     first, second = make("latents", devices), make("latents", None)
     _, tokens = computed("latents")
     ids = [first.add_request(PROMPTS[i], SamplingParams(max_tokens=1)) for i in (1, 4)]
@@ -122,7 +133,10 @@ def test_pages_of_one_request(devices: Sizes):
 
 @pytest.mark.slow
 def test_rows_of_windowed_heads_need_the_same_split():
-    """A page row holds one head on each device, so only an engine with the same split can import it."""
+    """Pages of heads with different windows can be imported only by an engine that splits heads over as many devices.
+
+    With windows per head, the pool allocates page rows: one page of one KV head on each device.
+    """
     first, tokens = computed("windows", 2)
     pages = passed_on(first.export_prefix_cache())
     with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got groups of"):

@@ -36,7 +36,7 @@ WINDOWS = EngineConfig(num_pages=36, page_size=2, max_batched_tokens=16, max_num
 
 @functools.cache
 def known(config: ModelConfig) -> list[list[int]]:
-    """Prompts and their tokens on one device."""
+    """Return each prompt followed by the tokens that one device generates."""
     engine = Engine(model(config), padded(dataclasses.replace(SIZES, num_pages=96)))
     outputs = engine.generate(PROMPTS, PARAMS)
     return [[*prompt, *output.output_ids] for prompt, output in zip(PROMPTS, outputs, strict=True)]
@@ -49,7 +49,7 @@ def make(config: ModelConfig, devices: Sizes, proposer: Proposer, sizes: EngineC
 
 
 def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
-    """Generate all prompts, expect the tokens of one device, and return the share of accepted drafts."""
+    """Continue all prompts, check that tokens equal one device, and return the share of accepted drafts."""
     before = engine.stats()
     expect_plain(config, engine.generate(PROMPTS, PARAMS), **cache)
     after = engine.stats()
@@ -69,8 +69,10 @@ def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
     ],
 )
 def test_right_and_wrong_drafts(devices: Sizes):
-    """Chunks, prefixes, preemptions, greedy and drawn tokens, with experts. All, some or none of the drafts are
-    right."""
+    """Tokens equal one device if all, some or none of the drafts are right.
+
+    The traffic has chunked prefill, prefix hits, preemptions, and greedy and sampled tokens. The model has experts.
+    """
     engine = make(LATENT, devices, KnowingProposer([], 1.0, VOCAB_SIZE))
     for share, (least, most) in {1.0: (0.9, 1.0), 0.6: (0.1, 0.9), 0.0: (0.0, 0.0)}.items():
         tell(engine, known(LATENT), share)
@@ -88,7 +90,7 @@ def test_trees_of_drafts(devices: Sizes):
 
 @pytest.mark.slow
 def test_drafts_of_windowed_heads():
-    """Rejected drafts affect neither scales nor windows of heads on other devices."""
+    """Rejected drafts change no token if heads with different windows are on different devices of the mesh."""
     engine = make(WINDOWED, 2, KnowingProposer([], 0.6, VOCAB_SIZE), WINDOWS)
     tell(engine, known(WINDOWED), 0.6)
     assert accepted_share(engine, WINDOWED, cache_dtype=jnp.int8) > 0.1
@@ -104,7 +106,10 @@ def test_drafts_over_split_contexts_and_heads():
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "context=2"))])
 def test_draft_model_on_the_mesh_of_the_target(devices: Sizes):
-    """The model drafts for itself, so nearly all drafts are right."""
+    """Tokens equal one device if target model and draft model are on the same mesh.
+
+    The draft model is the target model itself, so nearly all drafts are accepted.
+    """
     engine = make(LATENT, devices, DraftModelProposer(model(LATENT, devices)))
     assert accepted_share(engine, LATENT) > 0.9
     caches = engine._runner._last_tokens.proposer  # pyrefly: ignore[missing-attribute]
@@ -117,7 +122,7 @@ def test_draft_model_on_the_mesh_of_the_target(devices: Sizes):
     [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "data=2,expert=4", "context=2,tensor=2"))],
 )
 def test_prediction_module_drafts_as_on_one_device(devices: Sizes):
-    """The number of accepted drafts equals one device."""
+    """As many drafts of the MTP module are accepted on a mesh as on one device."""
     counts = []
     for on in (None, devices):
         target = model(PREDICTING, on)
@@ -144,7 +149,7 @@ def test_prediction_module_drafts_as_on_one_device(devices: Sizes):
     ],
 )
 def test_goldens(name: str, devices: Sizes):
-    """Tokens and prompt logits equal transformers' with n-gram drafts."""
+    """With n-gram drafts, tokens and prompt logits equal the results of Hugging Face transformers."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
         num_pages=160,

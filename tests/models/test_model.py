@@ -1,4 +1,4 @@
-"""DeepSeek models compared with a float64 oracle, and steps compared with the same tokens in other steps."""
+"""DeepSeek models compared with a float64 oracle, and results of steps that divide the same tokens differently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
 
-ODD = DeepSeekConfig(  # options that the goldens do not cover, and widths without common divisors
+# Options that the models of tests/goldens do not cover, and widths without common divisors.
+ODD = DeepSeekConfig(
     model_type="deepseek_v3",
     vocab_size=61,
     hidden_size=40,
@@ -51,7 +52,7 @@ DENSE = dataclasses.replace(
 SMALL = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=2, vocab_size=128)
 LENGTHS = (75, 40, 9)
 PIECES = AttentionSettings(piece_tokens=16)
-"""A prefix is expanded in several pieces."""
+"""Settings with which a cached prefix of latents is expanded to keys and values in several pieces of 16 tokens."""
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
 
@@ -70,7 +71,7 @@ def compiled(config: DeepSeekConfig, settings: AttentionSettings):
 
 
 class Session:
-    """Caches of three sequences, initially NaN, and steps over them."""
+    """The caches of three sequences, initially NaN, and the function that runs steps over the sequences."""
 
     def __init__(self, config: DeepSeekConfig = SMALL, settings: AttentionSettings = AttentionSettings()):
         self.run, self.weights, self.model = compiled(config, settings)
@@ -79,7 +80,7 @@ class Session:
         self.caches = self.pages.allocate(self.model, fill=np.nan)
 
     def step(self, decode=(), prefill=(), padding_token: int = 0, **kwargs) -> np.ndarray:
-        """Run a step over tokens of the sequences. By default it returns the logits of all tokens."""
+        """Run a step over tokens of the sequences. Return the logits of all tokens, or of `logit_rows`."""
         metadata = step(self.pages, list(decode), list(prefill), **kwargs)
         tokens = [self.tokens[s][p : p + 1] for s, p in decode]
         tokens += [np.full(kwargs.get("idle_rows", 0), padding_token)]
@@ -104,7 +105,7 @@ def reference() -> list[np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [  # the goldens of test_parity.py have dense and v3 models
+    [  # dense and v3 are slow, because test_parity.py compares such models with transformers
         pytest.param(ODD, id="odd"),
         pytest.param(DENSE, id="dense", marks=pytest.mark.slow),
         pytest.param(SMALL, id="v3", marks=pytest.mark.slow),
@@ -128,10 +129,14 @@ def test_random_model_depends_on_context():
 
 @pytest.mark.parametrize(
     "mla",
-    ["auto", *(pytest.param(mla, marks=pytest.mark.slow) for mla in ("absorb", "expand"))],  # auto has both forms
+    # absorb and expand are slow, because auto uses both.
+    ["auto", *(pytest.param(mla, marks=pytest.mark.slow) for mla in ("absorb", "expand"))],
 )
 def test_chunks_and_decode_rows_equal_whole_prefill(mla):
-    """Prefill in uneven chunks, then decode one sequence while another prefills, then decode two sequences."""
+    """Logits equal a prefill of whole sequences in one step.
+
+    The first step has uneven prefill chunks, the second decodes one sequence and prefills two, the third decodes two.
+    """
     session = Session(settings=dataclasses.replace(PIECES, mla=mla))
     wanted = reference()
     first = session.step(prefill=[(0, 0, 19), (1, 0, 39)])
@@ -154,7 +159,7 @@ def test_settings_select_implementation():
 
 @pytest.mark.slow
 def test_padding_does_not_change_results():
-    """Two steps of the same shape have different tokens in idle rows and padding."""
+    """Results of two steps are equal if only the tokens in idle rows and padding differ."""
     results = []
     for token in (0, 99):
         session = Session(settings=PIECES)
@@ -178,7 +183,7 @@ def test_step_writes_only_its_slots():
         assert np.all(np.isnan(np.delete(flat, written, axis=0)))
 
 
-@pytest.mark.slow  # test_runner.py checks whole steps
+@pytest.mark.slow  # slow, because test_runner.py checks that whole steps do not copy caches
 def test_caches_are_written_in_place():
     run, weights, model = compiled(SMALL, AttentionSettings())
     pages = Pages.scatter(1, 4)
@@ -196,7 +201,7 @@ def test_caches_are_written_in_place():
 
 @pytest.mark.slow
 def test_equal_layers_are_lowered_once():
-    """A step has one function for the dense layer and one for all other layers. Each function is compiled once."""
+    """Lowering a step creates one function for the dense layer, and one function for all layers with experts."""
     run, weights, model = compiled(dataclasses.replace(SMALL, num_hidden_layers=4), PIECES)
     pages = Pages.scatter(2, 4)
     metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
@@ -235,7 +240,10 @@ def test_gpu_multiplies_a_vector_as_eight_rows(
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gpu_splits_k_that_xla_would_pad(rows: int, monkeypatch: pytest.MonkeyPatch, rng):
-    """10,944 = 16 · 684, and 684 is not a multiple of 16."""
+    """On a GPU, `project` splits K = 10,944 into 9 parts of 1,216.
+
+    XLA would split K into 16 parts of 684 and pad the weights, because 684 is not a multiple of 16.
+    """
     x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((rows, 10944), (10944, 3)))
     wanted = layers.project(x, weight)
     monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))

@@ -1,4 +1,7 @@
-"""Routing compared with a loop over tokens, and expert GEMMs compared with one expert at a time."""
+"""Routing compared with a loop over tokens, and expert GEMMs compared with a loop over experts.
+
+A pair is a token and one of the experts that the router selected for the token.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ ROUTINGS = {
 
 
 def compile_for(monkeypatch, version: tuple[int, int]) -> None:
-    """Describe the device as a GPU of this compute capability with 132 multiprocessors."""
+    """Make the code under test see a GPU of this compute capability with 132 multiprocessors."""
     for module in (dispatch, expert_gemms, pipeline):
         monkeypatch.setattr(module, "capability", lambda: Capability("gpu", version, 132))
 
 
 def route(config: DeepSeekConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Route tokens whose router logits are x."""
+    """Route tokens whose router logits are `x`. Return the selected experts and their weights."""
     config = dataclasses.replace(config, hidden_size=x.shape[1])
     gate = Router(config)
     gate.weight[...] = jnp.eye(x.shape[1], dtype=jnp.float32)
@@ -54,7 +57,7 @@ def route(config: DeepSeekConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.nd
 @pytest.mark.parametrize("spread", [1.0, 0.0], ids=["distinct scores", "all scores equal"])
 def test_router_equals_loop_over_tokens(rng, config: DeepSeekConfig, spread: float):
     logits = (spread * rng.standard_normal((33, 16))).astype(np.float32)
-    # Biased scores are negative, so that a masked group of score 0 would be selected.
+    # All biased scores are negative. If masked groups had score 0 instead of -inf, their experts would be selected.
     bias = (spread * (rng.standard_normal(16) - 1)).astype(np.float32)
     experts, weights = route(config, jnp.asarray(logits), bias)
     for row in range(len(logits)):
@@ -136,7 +139,8 @@ def test_token_of_nans_does_not_affect_others(rng):
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
     [
-        pytest.param(128, 64, False, True, id="swap-AB, one consumer", marks=pytest.mark.slow),  # biased has one, too
+        # Slow, because the kernel of the biased case also has one consumer warpgroup.
+        pytest.param(128, 64, False, True, id="swap-AB, one consumer", marks=pytest.mark.slow),
         pytest.param(512, 128, False, True, id="swap-AB, more steps than stages"),
         pytest.param(192, 64, True, True, id="swap-AB, biased, one block"),
         pytest.param(256, 128, False, False, id="grouped"),
@@ -144,7 +148,10 @@ def test_token_of_nans_does_not_affect_others(rng):
     ],
 )
 def test_hopper_grouped_equals_blockwise(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
-    """Interpreted kernels equal the loop over blocks, with partial tiles and an empty group."""
+    """The interpreted Hopper kernels equal the portable loop over blocks of rows.
+
+    The groups of rows per expert have partial tiles, and one group is empty.
+    """
     monkeypatch.setattr(expert_gemms, "MAX_SWAP_AB_ROWS", 64 if few else 1)
     experts = Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
@@ -160,7 +167,10 @@ def test_hopper_grouped_equals_blockwise(rng, monkeypatch, width: int, hidden: i
 
 
 def test_hopper_grouped_pairs_in_any_order(rng, monkeypatch):
-    """One of four experts has no pair. Some pairs have no expert; their results are undefined."""
+    """The grouped kernel gives the right results for pairs in any order.
+
+    One of the four experts has no pair. Some pairs have an expert id out of range; their results are undefined.
+    """
     experts = Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
     x = jnp.asarray(rng.standard_normal((50, 128)), jnp.bfloat16)
     expert = jnp.asarray(rng.choice([0, 2, 3, 4], 100), jnp.int32)
@@ -230,7 +240,7 @@ def biased_experts(rng, experts: Experts) -> Experts:
 
 
 def test_biased_experts_equal_loop(rng):
-    """Results equal a loop over tokens and their experts."""
+    """Results of experts with biases equal a loop over tokens and their experts."""
     experts = biased_experts(rng, Experts(*draw_experts(rng, 24, 12)))
     x = rng.standard_normal((40, 24)).astype(np.float32)
     chosen = np.stack([rng.permutation(4)[:2] for _ in x])
@@ -318,7 +328,10 @@ def test_all_experts_are_read_for_many_pairs_per_expert(monkeypatch):
 def test_hopper_gather_equals_row_by_row(
     rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool, most_rows: int
 ):
-    """The interpreted kernel equals XLA for pairs that share an expert, pairs without expert, and few pairs."""
+    """The interpreted gather GEMM kernel equals XLA's row-by-row products.
+
+    The cases have pairs that share an expert, a pair whose expert id is out of range, and few pairs.
+    """
     monkeypatch.setattr(gather_gemm, "MAX_ROWS", most_rows)
     monkeypatch.setattr(expert_gemms, "MAX_PACKED_PAIRS", most_rows)
     experts = Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
@@ -339,7 +352,10 @@ def test_hopper_gather_equals_row_by_row(
 @slow_cases("True")
 @pytest.mark.parametrize("split_k", [False, True])
 def test_hopper_gather_with_distinct_experts(rng, monkeypatch, split_k: bool):
-    """Results with `are_distinct` equal results without it, with and without split-K."""
+    """Results with `are_distinct`, which promises that all pairs have different experts, equal results without it.
+
+    The kernel with `are_distinct` runs with and without split-K.
+    """
     monkeypatch.setattr(gather_gemm, "split_k_helps", lambda pairs, shape, are_distinct: split_k and are_distinct)
     experts = Experts(*draw_experts(rng, 128, 128, jnp.bfloat16))
     x, chosen = jnp.asarray(rng.standard_normal((1, 128)), jnp.bfloat16), jnp.asarray([2, 0, 3], jnp.int32)
@@ -374,10 +390,10 @@ def test_num_ctas_is_number_of_multiprocessors(monkeypatch, multiprocessors: int
 
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_hopper_all_experts_equals_loop(rng, monkeypatch, num_shared: int):
-    """The interpreted kernel equals a loop over experts.
+    """The interpreted all-expert GEMM kernel equals a loop over experts.
 
-    The case has an expert without pairs, a pair without expert, more steps than stages, and rows that are not a
-    multiple of 8.
+    The case has an expert without pairs, a pair whose expert id is out of range, more loop iterations than pipeline
+    stages, and a number of rows that is not a multiple of 8.
     """
     monkeypatch.setattr(all_expert_gemm, "STAGES", 3)
     experts = Experts(*draw_experts(rng, 256, 64, jnp.bfloat16))
@@ -413,7 +429,7 @@ def shared_experts(rng, width: int, hidden: int) -> MLP:
 
 @pytest.mark.slow
 def test_shared_experts_as_more_routed_experts(rng, monkeypatch):
-    """Results of a layer are the same with shared experts as an MLP and as two more routed experts."""
+    """Two shared experts give the same results as a separate MLP and as two additional routed experts."""
     config = dataclasses.replace(PRESETS["v2-lite-tiny"], hidden_size=128, moe_intermediate_size=64, n_shared_experts=2)
     layer = MoE(dataclasses.replace(config, n_routed_experts=4, num_experts_per_tok=2), jnp.bfloat16)
     layer.gate.weight[...] = jnp.asarray(rng.standard_normal((128, 4)), jnp.float32)

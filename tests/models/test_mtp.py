@@ -1,7 +1,10 @@
-"""Multi-token prediction compared with a float64 oracle, and mutations of modules that the comparison must detect.
+"""Multi-token prediction (MTP) compared with a float64 oracle, and mutations that the comparison must detect.
 
-transformers does not load these modules. The functions of the oracle also compute the decoder's logits, which are
-compared with transformers.
+A mutation is a deliberate mistake in a prediction module. A module processes entries: entry i joins the hidden state of
+token i with the embedding of token i + 1.
+
+Hugging Face transformers does not load prediction modules, so the reference is the oracle. Functions of the oracle also
+compute the decoder's logits, which are compared with transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, Patch, assert_par
 
 GOLDEN = "v3-fp8"
 TWO = dataclasses.replace(ODD, num_nextn_predict_layers=2, tie_word_embeddings=False)
-"""Two modules of a decoder with options that the golden does not cover."""
+"""A decoder with two prediction modules, and with options that the model of tests/goldens does not cover."""
 
 HIDDEN_TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -40,7 +43,7 @@ class Case:
     Attributes:
       model, mtp: model and modules under test.
       tensors: tensors of the checkpoint.
-      tokens: tokens of each sequence. The last token is only a `next_token`.
+      tokens: tokens of each sequence. The last token has no entry of its own; it is the next token of the last entry.
       hidden: hidden states of each sequence in float64, [len(tokens) - 1, D].
     """
 
@@ -64,7 +67,7 @@ class Case:
 
 @functools.cache
 def golden_case() -> Case:
-    """Return the prompts of the golden, each with its first greedy token."""
+    """Return a case with the model of tests/goldens. Its sequences are the prompts with their first greedy token."""
     model = load_model(GOLDENS / GOLDEN, jnp.float32)
     checkpoint = open_checkpoint(GOLDENS / GOLDEN)
     names = [name for name in checkpoint.tensors if not name.endswith("_scale_inv")]
@@ -97,7 +100,7 @@ def case(model: Decoder, mtp: MTP, tensors: dict[str, np.ndarray], tokens: list[
 
 
 class Drafts:
-    """Caches of the modules of a case, initially NaN, and steps over them."""
+    """The caches of the prediction modules of a case, initially NaN, and the function that runs steps."""
 
     def __init__(self, of: Case):
         self.case = of
@@ -109,7 +112,7 @@ class Drafts:
     def step(
         self, hidden: Sequence[np.ndarray], next_tokens: Sequence[int], metadata: StepMetadata, depth: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step over concatenated hidden states, [n, D] each. Returns logits and hidden states."""
+        """Run a step over the concatenated hidden states [n, D]. Return the logits and hidden states of the module."""
         rows = jnp.asarray(np.concatenate(hidden), jnp.float32)
         tokens = jnp.asarray(next_tokens, jnp.int32)
         logits, given, self.caches = self.run(self.weights, tokens, rows, self.caches, metadata, depth)
@@ -171,7 +174,7 @@ def test_whole_prompts_equal_oracle():
 
 @pytest.mark.slow
 def test_steps_over_scattered_pages():
-    """Uneven chunks, decode rows, idle rows and padding give the results of one pass."""
+    """Steps with uneven chunks, decode rows, idle rows and padding give the results of a single pass."""
     drafts = Drafts(golden_case())
     hidden, wanted = drafts.case.hidden, [drafts.case.predict(s)[0] for s in range(4)]
     tokens = [drafts.case.next_tokens(s) for s in range(4)]
@@ -189,7 +192,11 @@ def test_steps_over_scattered_pages():
 
 @pytest.mark.slow
 def test_chained_drafts_and_rejected_drafts():
-    """At positions of drafts, the module's hidden state replaces the decoder's until the decoder has computed it."""
+    """Chained drafts use the module's hidden states. After a rejection, the decoder's hidden states replace them.
+
+    The decoder has not computed hidden states at the positions of drafts, so the module's hidden state is the input of
+    the next draft.
+    """
     drafts = Drafts(golden_case())
     case, s, known = drafts.case, 2, 30
     hidden, tokens = case.hidden[s], case.next_tokens(s)
@@ -214,7 +221,7 @@ def test_chained_drafts_and_rejected_drafts():
 def test_two_modules_alternate():
     """The second of two modules joins a token with the first module's hidden state at the previous position.
 
-    Both attend as in batch-invariant steps.
+    The decoder and both modules use batch-invariant attention.
     """
     drafts = Drafts(random_case(TWO))
     case = drafts.case
@@ -224,7 +231,7 @@ def test_two_modules_alternate():
         wanted, _ = oracle.predict(case.config, case.tensors, 1, first[:-1], tokens[1:])
         logits, given = drafts.step([case.hidden[s]], tokens, step(drafts.pages, prefill=[(s, 0, length)]))
         np.testing.assert_allclose(logits, first_logits, rtol=1e-4, atol=2e-4)
-        # Only differences of positions matter, so the entries of the second module may start at 0.
+        # Attention depends only on differences of positions, so the entries of the second module may start at 0.
         metadata = step(drafts.pages, prefill=[(s, 0, length - 1)])
         logits, _ = drafts.step([given[:-1]], tokens[1:], metadata, depth=1)
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=2e-4)
@@ -235,7 +242,7 @@ def test_two_modules_alternate():
 
 @dataclasses.dataclass
 class Fed:
-    """Inputs of modules, which a mutation changes."""
+    """Inputs of the prediction modules. A mutation changes some of them."""
 
     hidden: np.ndarray
     tokens: np.ndarray
@@ -287,15 +294,18 @@ MUTATIONS: dict[str, Callable[[Fed, Patch], None]] = {
 }
 
 FIRST, SECOND = 60, 15
-"""Entries of the longest prompt in two chunks, and entries that chain with hidden states of the second chunk."""
+"""Numbers of entries in the first and the second chunk of the longest prompt.
+
+After the chunks follow `SECOND` chained entries, whose hidden states are the module's results of the second chunk.
+"""
 
 
 def chunks_and_a_chain(mutation: Callable[[Fed, Patch], None] | None = None) -> list[np.ndarray]:
-    """Return logits of two chunks of entries, and of the entries that chain with the second chunk."""
+    """Return the logits of the two chunks of the longest prompt, and of the chained entries after the chunks."""
     case, pages = golden_case(), Pages.scatter(1, 12)
     fed = Fed(case.hidden[-1], np.array(case.next_tokens(-1)), np.ones(case.config.hidden_size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # no mutation changes this part
+        patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # compiled once, because no mutation changes it
         if mutation is not None:
             mutation(fed, patch)
         caches = jax.tree.map(lambda x: jnp.full_like(x, np.nan), case.mtp.allocate_caches(13, PAGE_SIZE))
@@ -329,7 +339,7 @@ def wanted_of_the_chain() -> list[np.ndarray]:
 
 
 SOME = ("embedding_not_normed", "tokens_not_shifted", "given_before_the_modules_norm")
-"""Mutations of the ordinary run. The slow run has all."""
+"""Mutations that run without `make test-slow`, which runs all mutations."""
 
 
 @pytest.mark.parametrize(

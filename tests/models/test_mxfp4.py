@@ -11,7 +11,10 @@ from models.checkpoints import mxfp4
 
 
 def meant(code: int, scale: int) -> float:
-    """Return the value of a code: sign, two exponent bits with bias 1, one mantissa bit, times 2^(scale - 127)."""
+    """Return the value of a 4-bit code by the definition of the format.
+
+    A code has a sign, two exponent bits with bias 1, and one mantissa bit. Its value is multiplied by 2^(scale - 127).
+    """
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
     return (-1) ** sign * magnitude * 2.0 ** (scale - 127)
@@ -28,7 +31,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 
 
 def test_every_code_with_every_scale():
-    """Weights are exact in bfloat16. Values out of range are infinite."""
+    """Dequantised weights in bfloat16 are exact for every code and scale. Values out of range are infinite."""
     codes = np.tile(np.arange(16, dtype=np.uint8), 2)[None, :, None].repeat(255, axis=2)
     scales = np.arange(255, dtype=np.uint8)[None, :, None]
     out = mxfp4.dequantise(pack(codes), scales)

@@ -1,6 +1,7 @@
 """Parity with Hugging Face transformers on committed goldens, and mutations that the comparison must detect.
 
-tests/goldens/README.md describes the goldens.
+A golden is a small checkpoint with results of transformers; tests/goldens/README.md describes the goldens. A mutation
+is a deliberate mistake in the model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NAMES = (*LATENT, *GQA)
 
 
 def some_slow(names: Sequence[str], *slow: str) -> list[Any]:
-    """Return the names as parameters, and mark the `slow` names."""
+    """Return the names as pytest parameters. The names in `slow` get the mark `slow`."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
@@ -50,7 +51,7 @@ MARGIN = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """Results of transformers for each prompt."""
+    """A golden: prompts, and the results of transformers for each prompt."""
 
     prompts: list[list[int]]
     arrays: dict[str, np.ndarray]
@@ -61,7 +62,10 @@ class Golden:
         return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
 
     def latents(self, config: ModelConfig) -> list[np.ndarray]:
-        """Latents of each prompt [layers, prompt length, L + R], with rotated columns in the order of the cache."""
+        """Return the latents of each prompt [layers, prompt length, latent dim + rotary dim].
+
+        The rotary columns are in the order of this project's cache.
+        """
         assert isinstance(config, DeepSeekConfig)
         rotary = np.arange(config.qk_rope_head_dim)
         order = halves_order(config.qk_rope_head_dim) if self.rope_columns == "interleaved" else rotary
@@ -125,14 +129,15 @@ def prefilled(name: str) -> Run:
 @slow_cases(
     "qwen3-yarn", "llama", "qwen3-window", "v32-fp8", "v3-fp8", "gpt-oss-mxfp4", "gpt-oss", "glm-shared", "v32", "v3",
 )  # fmt: skip
-@pytest.mark.parametrize("name", some_slow(NAMES, "v2-greedy", "v2-group", "glm-dsa"))  # v3, glm-shared
+# v2-greedy, v2-group and glm-dsa are slow, because v3 and glm-shared cover the same kinds of layers.
+@pytest.mark.parametrize("name", some_slow(NAMES, "v2-greedy", "v2-group", "glm-dsa"))
 def test_prompt_logits(name: str):
     for logits, wanted in zip(prefilled(name).logits, golden(name)["logits"], strict=True):
         assert_parity(logits, wanted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(LATENT, "glm-dsa"))  # glm-shared has all layers of glm-dsa
+@pytest.mark.parametrize("name", some_slow(LATENT, "glm-dsa"))  # slow: glm-shared has all kinds of layers of glm-dsa
 def test_cached_latents(name: str):
     run = prefilled(name)
     for i, wanted in enumerate(run.golden.latents(run.model.config)):
@@ -151,7 +156,7 @@ def test_cached_index_keys(name: str):
 
 
 @slow_cases("llama", "qwen3-window", "qwen3")
-@pytest.mark.parametrize("name", some_slow(GQA, "gpt-oss", "gpt-oss-mxfp4"))  # their prompt logits are in every run
+@pytest.mark.parametrize("name", some_slow(GQA, "gpt-oss", "gpt-oss-mxfp4"))  # slow: prompt logits cover these models
 def test_cached_keys_and_values(name: str):
     run = prefilled(name)
     for i, wanted in enumerate(zip(run.golden["keys"], run.golden["values"], strict=True)):
@@ -161,11 +166,14 @@ def test_cached_keys_and_values(name: str):
             np.testing.assert_allclose(cached, golden_one, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
-# One model of each kind of attention is in every run, and the prompt logits of every family.
+# Most models are slow here: one model per kind of attention is enough, because prompt logits cover every model family.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(NAMES, *(n for n in NAMES if n not in ("v3", "qwen3", "llama", "gpt-oss"))))
 def test_greedy_tokens(name: str):
-    """Decode from the prefilled caches with the golden's token as the input of each step."""
+    """Greedy tokens of decode steps equal transformers, except at near ties of the two largest logits.
+
+    The steps start from prefilled caches. The input of each step is the golden's token.
+    """
     run = prefilled(name)
     tokens, margins = np.stack(run.golden["tokens"]), np.stack(run.golden["margins"])
     assert np.mean(margins > MARGIN) > 0.9
@@ -185,7 +193,7 @@ type Patch = pytest.MonkeyPatch
 
 
 def reconfigured(**changes: Any) -> Callable[[Patch], None]:
-    """Change entries of config.json."""
+    """Return a mutation that changes entries of config.json."""
     right = files.load_config
 
     def mutation(patch: Patch) -> None:
@@ -203,7 +211,7 @@ def groups_ignored(patch: Patch) -> None:
 
 
 def group_score_counts(method: str) -> Callable[[Patch], None]:
-    """Score groups as the other family does."""
+    """Score groups of experts by `method`, which another model family uses."""
     right = router._mask_groups
     wrong = lambda choice, config: right(choice, dataclasses.replace(config, topk_method=method))  # noqa: E731
     return replaced(router, "_mask_groups", wrong)
@@ -266,7 +274,7 @@ def rope_is(**changes: Any) -> Callable[[Patch], None]:
 
 
 def kv_heads_dealt_round(patch: Patch) -> None:
-    """Pair query head h with KV head h mod Hkv."""
+    """Let query head h attend to KV head h mod Hkv, instead of adjacent query heads sharing a KV head."""
     right = gqa.GQA._attend
 
     def attend(layer: gqa.GQA, q, cache, step):
@@ -278,7 +286,7 @@ def kv_heads_dealt_round(patch: Patch) -> None:
 
 
 def prefilled_with(**changes: Callable) -> Callable[[Patch], None]:
-    """Change arguments of attention over the prompts."""
+    """Change arguments of `paged_prefill`. Each change is a function of the original keyword arguments."""
     right = gqa.paged_prefill
 
     def attend(*args, **kwargs):
@@ -372,7 +380,10 @@ def choice_of_the_last_token(patch: Patch) -> None:
 
 
 def choice_of_the_first_layer(patch: Patch) -> None:
-    """Make all layers attend to the keys of the first layer. Layers are jitted separately; the keys are a constant."""
+    """Make all layers attend to the keys that the first layer selected.
+
+    Layers are not jitted here, because the selected keys are passed from one layer to another through a list.
+    """
     right, chosen = mla.index_top_k, []
 
     def choose(*args, **kwargs):
@@ -385,9 +396,9 @@ def choice_of_the_first_layer(patch: Patch) -> None:
 
 
 def shared_layers_choose(what: Callable) -> Callable[[Patch], None]:
-    """Change the keys of layers that share keys.
+    """Change the selected keys of layers without an indexer, which share the selected keys of an earlier layer.
 
-    `what` receives the layer, its arguments, and the last layer that selected keys.
+    `what` receives the original function, the layer, the last layer that selected keys, and the layer's arguments.
     """
     right, last = mla.MLA.__call__, []
 
@@ -405,7 +416,7 @@ def shared_layers_choose(what: Callable) -> Callable[[Patch], None]:
 
 
 def by_the_weights_of(right, layer: mla.MLA, chooser: mla.MLA, x, rope, cache, slots, parts, choice):
-    """Select keys with the indexer of another layer."""
+    """Call `layer` with keys that are selected by the weights of the indexer of `chooser`."""
     assert chooser.indexer is not None
     config, pages = layer.config, cache.pages
     spec = index_cache_spec(
@@ -498,10 +509,10 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
 
 
 def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits of the model and of the golden, without jit.
+    """Return the logits of the model and of the golden for the longest prompt. The model runs without jit.
 
-    Operations then compile once for all mutations; a jitted model would compile for each. Layers of DeepSeek are
-    jitted, because they have many small operations.
+    Without jit, each operation is compiled once for all mutations. A jitted model would be compiled for each mutation.
+    Only the layers of DeepSeek models are jitted, because they have many small operations.
     """
     expected = golden(name)
     prompt, wanted = max(zip(expected.prompts, expected["logits"], strict=True), key=lambda pair: len(pair[0]))
@@ -531,7 +542,7 @@ def undetected(name: str, mutations: Iterable[str]) -> list[str]:
 
 @functools.cache
 def made_first(name: str) -> tuple[str, ...]:
-    """Return the mutations that no earlier model has."""
+    """Return the mutations of this golden that no earlier golden in `NAMES` has."""
     before = {mutation for other in NAMES[: NAMES.index(name)] for mutation in golden(other).mutations}
     return tuple(mutation for mutation in golden(name).mutations if mutation not in before)
 
@@ -551,16 +562,16 @@ SOME_MUTATIONS = {
     ids=["v3", "gpt-oss"],
 )
 def test_some_mutations_are_detected(name: str, mutations: tuple[str, ...]):
-    """The comparison detects some mutations. The slow run has all mutations."""
+    """The comparison detects some mutations. A slow test applies all mutations."""
     assert_parity(*longest_prompt_logits(name))
     assert set(mutations) <= {*golden(name).mutations}
     assert not undetected(name, mutations)
 
 
-@pytest.mark.slow  # the test above has some mutations in every run
+@pytest.mark.slow  # slow, because the test above applies some of the mutations
 @pytest.mark.parametrize("name", NAMES)
 def test_mutations_are_detected_in_first_model(name: str):
-    """Apply each mutation to the first model that has it."""
+    """The comparison detects every mutation. Each mutation is applied to the first model that supports it."""
     assert_parity(*longest_prompt_logits(name))
     assert not undetected(name, made_first(name))
 

@@ -1,4 +1,7 @@
-"""Several processes that run one engine: they agree on each step, and end together when one fails."""
+"""Several processes that run one engine on a common mesh.
+
+The processes check that they agree on each step. If one process fails, all processes end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ TIMEOUT_S = 1.0
 
 @dataclasses.dataclass
 class Store:
-    """Key-value store shared by several `Processes` objects."""
+    """Replacement of the key-value store of the coordination service, shared by the `Processes` objects of a test."""
 
     entries: dict[str, str] = dataclasses.field(default_factory=dict)
     reachable: bool = True
@@ -72,7 +75,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def expect_verdict(process: Processes, number: int, message: str) -> None:
-    """Expect a verdict, also for a process that no longer waits, and leave."""
+    """Check that `confirm` raises the verdict `message` each time it is called, then leave."""
     for _ in range(2):
         with pytest.raises(ProcessError, match=f"^{message}$"):
             process.confirm(number)
@@ -96,7 +99,7 @@ def test_processes_wait_for_each_other_at_the_end(store: Store):
     both = store.join(2)
     thread = threading.Thread(target=both[0].leave)
     thread.start()
-    time.sleep(1.5 * TIMEOUT_S)  # longer than the time limit of other operations
+    time.sleep(1.5 * TIMEOUT_S)  # `leave` waits longer than the time limit of other operations
     assert thread.is_alive()
     both[1].leave()
     thread.join(5)
@@ -114,7 +117,7 @@ def test_digests_cover_all_earlier_points(store: Store):
 
 def test_verdict_names_a_process_without_heartbeat(store: Store):
     gone, *others = store.join(3)[::-1]
-    gone._close()  # no more heartbeats
+    gone._close()  # ends the heartbeats of this process
     numbers = [process.publish("step 0") for process in others]
     for process, number in zip(others, numbers, strict=True):
         expect_verdict(process, number, "process 2 sent no heartbeat for 1 s")
@@ -229,10 +232,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: int = 1) -> list[list[str]]:
-    """Command lines of two processes. A fault is a statement that one of them executes in a step."""
+    """Return the command lines of two processes. Process `at` executes the statement `fault` in a step."""
     options = ["--model", str(GOLDENS / name), "--prompt-ids", str(GOLDENS / name / "prompts.json"), "--ignore-eos"]
     options += ["--mesh", mesh, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    options += ["--dtype", "float32", "--page-size", "4", "--json", str(out), *more]  # as the goldens were made
+    options += ["--dtype", "float32", "--page-size", "4", "--json", str(out), *more]  # settings of the goldens
     programs = [[str(ROOT / "scripts" / "run_decode.py")] for _ in range(2)]
     if fault:
         programs[at] = ["-c", FAULTY.replace("FAULT", fault)]
@@ -240,7 +243,7 @@ def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: i
 
 
 def expect_golden(name: str, results: dict[str, Any], num_tokens: int) -> None:
-    """Expect the tokens of transformers up to the first near tie."""
+    """Check that tokens equal transformers up to the first near tie, where rounding could change the token."""
     expected = golden(name)
     found = [request["output_ids"] for request in results["requests"]]
     for got, wanted, margins in zip(found, expected["tokens"], expected["margins"], strict=True):
@@ -254,7 +257,7 @@ MESHES = {
     "llama": "data=2,tensor=2",
     **dict.fromkeys(("glm-dsa", "glm-shared", "qwen3-window"), "tensor=4"),
 }
-"""Meshes of two processes with two devices each. Other models use data=4, which all support."""
+"""Mesh of each model for two processes with two devices each. Other models use data=4, which all models support."""
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,10 @@ MESHES = {
     ],
 )
 def test_tokens_of_two_processes_equal_goldens(group: Group, tmp_path: Path, name: str, mesh: str, num_devices: int):
-    """Requests, heads and experts are on both processes; only process 0 reports."""
+    """Two processes give the tokens of transformers. Only process 0 writes results.
+
+    Depending on the mesh, requests, heads or experts are split over both processes.
+    """
     out, num_tokens = tmp_path / "out.json", 8 if (name, num_devices) == ("llama", 2) else 24
     sizes = ["--max-tokens", str(num_tokens), "--max-num-seqs", "2", "--max-batched-tokens", "32"]
     group.start(commands(name, mesh, out, *sizes, "--implementation", "reference"), num_devices)
@@ -296,10 +302,14 @@ def test_tokens_of_two_processes_equal_goldens(group: Group, tmp_path: Path, nam
     [
         ("ngram:2", 2),
         (f"draft:{GOLDENS / 'llama'}:2", 0),
-    ],  # by the estimate, a draft costs a step
+        # The second engine drafts nothing, because by the cost estimate a draft of this model costs as much as a step.
+    ],
 )
 def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, places: int):
-    """The number of drafts does not depend on times, which each process measures separately."""
+    """Processes choose the same number of drafts, because the choice does not depend on times.
+
+    Each process measures the times of steps separately.
+    """
     out, sizes = tmp_path / "out.json", ["--max-tokens", "24", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
     group.start(commands("llama", "data=2,tensor=2", out, *sizes, "--speculate", proposer))
     status, _, err = group.wait(0)
@@ -325,7 +335,10 @@ def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, 
     ],
 )
 def test_failure_of_a_process_ends_all_processes(group: Group, tmp_path: Path, fault: str, at: int, message: str):
-    """The fault is in the twelfth step. One line names the process, and process 0 writes the results so far."""
+    """A fault in the twelfth step of a process ends both processes.
+
+    An error line names the failed process, and process 0 writes the results of the completed steps.
+    """
     out = tmp_path / "out.json"
     sizes = ["--max-tokens", "40", "--max-num-seqs", "4", "--process-timeout", "3", "--implementation", "reference"]
     group.start(commands("llama", "tensor=4", out, *sizes, fault=fault, at=at))

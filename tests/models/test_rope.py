@@ -37,13 +37,16 @@ def test_frequencies(config):
 
 
 SUPPORTED = {"default": {*GOLDEN["families"]}, "yarn": {*GOLDEN["families"]}, "llama3": {"llama", "qwen3", "gpt_oss"}}
-"""Families by supported rope type."""
+"""Model families that support each rope type."""
 
 
 @pytest.mark.parametrize(("family", "base"), GOLDEN["families"].items(), ids=[*GOLDEN["families"]])
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=[case["case"] for case in GOLDEN["cases"]])
 def test_entries_give_the_numbers_of_transformers(case, family: str, base):
-    """Frequencies, factor of cos and sin, and factor of scores follow from the same entries as in transformers 5.23."""
+    """The same entries of config.json give the same numbers as in transformers 5.23.
+
+    The numbers are the frequencies, the factor of cosines and sines, and the factor of attention scores.
+    """
     entries = {**base, **case["entries"]}
     kind = case["case"].partition(",")[0]
     if family not in SUPPORTED.get(kind, ()):
@@ -160,7 +163,7 @@ def test_yarn_divides_only_low_frequencies():
 
 
 def test_llama3_divides_only_low_frequencies():
-    """Frequencies equal a computation per pair from wavelengths, as in the published code."""
+    """Frequencies equal the published computation from the wavelength of each pair of columns."""
     scaling = Llama3RopeConfig(8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], head_dim=128, rope_theta=5e5, rope_scaling=scaling)
     wanted = []

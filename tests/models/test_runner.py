@@ -140,12 +140,12 @@ def test_tables_and_slots_of_several_cache_groups():
     "bucket",
     [
         *(pytest.param(bucket, marks=pytest.mark.slow) for bucket in (Bucket(4, 0), Bucket(0, 16))),
-        Bucket(4, 16),  # has both parts
+        Bucket(4, 16),  # this bucket has decode rows and prompt tokens
     ],
     ids=str,
 )
 def test_compiled_step_copies_no_cache(runner, bucket):
-    """Outputs use the memory of donated caches, and no array of a cache's shape is copied."""
+    """The output caches of a compiled step use the memory of the donated caches, and no cache is copied."""
     runner.compile([bucket])
     compiled = runner._compiled[bucket]
     assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
@@ -169,7 +169,7 @@ def test_runner_can_start_over_after_a_failed_step(runner):
     with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
         runner.launch([MIXED])
     runner.reset()
-    assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # the decode row's last token is lost
+    assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # reset loses the last token of the decode row
     assert all(bool(jnp.all(jnp.isfinite(cache.pages))) for cache in runner._caches)
 
 
@@ -216,7 +216,7 @@ def test_shared_steps_are_compiled_once_for_equal_runners(shared_steps):
 )
 @pytest.mark.parametrize("in_file", [False, True])
 def test_xla_flags_take_precedence(monkeypatch, tmp_path, flags, kept, in_file):
-    if in_file:  # XLA reads flags from this file, too
+    if in_file:  # XLA_FLAGS may be the name of a file with flags
         (tmp_path / "flags").write_text(flags + "\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)
     assert gpu_options() == (GPU_OPTIONS if kept else {})

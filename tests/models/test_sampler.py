@@ -1,4 +1,4 @@
-"""Sampling: allowed tokens, distribution of draws, and draws that depend only on the request."""
+"""Sampling: tokens that top-k and top-p allow, distribution of samples, and samples that depend only on the request."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def test_top_p_allows_the_smallest_set_that_reaches_p():
 
 
 def test_top_p_is_applied_after_top_k():
-    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))  # of the first two tokens, the first has probability 0.57
+    # With top_k=2, token 0 has probability 0.4 / 0.7 = 0.57, which is more than top_p.
+    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))
     both = rows(300, top_k=2, top_p=0.5, position=np.arange(300))
     assert set(np.asarray(sample_rows(jnp.broadcast_to(logits, (300, 4)), both)[0]).tolist()) == {0}
 
@@ -102,8 +103,11 @@ def test_top_p_is_applied_after_top_k():
     levels=st.sampled_from([3, 1000]),
 )
 def test_allowed_tokens_match_a_reference_with_sort(seed, size, top_k, top_p, levels):
-    """Ties, signs, and sizes that are not multiples of a chunk. Tokens equal to the last allowed one are allowed,
-    too."""
+    """The allowed tokens equal a reference that sorts the logits.
+
+    Logits have ties and both signs, and vocabulary sizes are not multiples of a chunk. Tokens whose logit equals the
+    lowest allowed logit are also allowed.
+    """
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / levels)).astype(np.float32)
     kept = np.asarray(is_kept(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32)))
@@ -112,7 +116,7 @@ def test_allowed_tokens_match_a_reference_with_sort(seed, size, top_k, top_p, le
         probability = np.where(row >= least, np.exp(row - row.max()), 0) / np.sum(np.exp(row[row >= least] - row.max()))
         before = np.array([probability[row > x].sum() for x in row])
         wanted = (row >= least) & ((before < top_p) | (top_p == 1))
-        sure = np.abs(before - top_p) > 1e-5  # other entries may round either way
+        sure = np.abs(before - top_p) > 1e-5  # rounding may change the result of other entries
         np.testing.assert_array_equal(of_row[sure], wanted[sure])
         assert of_row[np.argmax(row)]
 
@@ -123,8 +127,11 @@ def test_likeliest_token_is_allowed_at_any_top_p():
 
 
 def test_sampling_uses_no_sort():
-    """On a GPU XLA implements sorts of long rows with kernels that CUDA graphs cannot record, so the host would wait
-    for the device."""
+    """`sample` has no sort operation.
+
+    On a GPU, XLA implements sorts of long rows with kernels that it does not record in CUDA graphs, so the host would
+    wait for the device.
+    """
     text = str(jax.make_jaxpr(sample)(jnp.zeros((2, 500)), rows(2)))
     assert "top_k" in text
     assert "sort" not in text
@@ -137,7 +144,7 @@ def test_low_temperatures_do_not_overflow(logits):
 
 
 def test_high_temperatures_do_not_overflow(logits):
-    """At the highest temperature only the noise matters, as if all logits were equal."""
+    """At the highest temperature, samples depend only on the noise, as if all logits were equal."""
     highest = SamplingParams(temperature=1e6).temperature
     tokens, margins = sample_rows(logits, rows(6, temperature=highest, position=np.arange(6)))
     noise, of_noise = sample_rows(jnp.zeros_like(logits), rows(6, position=np.arange(6)))

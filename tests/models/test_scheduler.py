@@ -1,4 +1,4 @@
-"""The scheduler with a fake engine, request by request."""
+"""The scheduler with a fake engine: plans of single requests and small groups of requests, step by step."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -69,11 +69,13 @@ def test_without_chunks_a_prompt_waits_until_it_fits_a_step():
 @pytest.mark.parametrize(
     ("lengths", "changed", "expected"),
     [
-        ([5], {}, [4, 1]),  # 4 + 4 tokens and the step cost of 2 are less than 16
-        ([10], {}, [10]),  # 4 + 16 are not
+        # Steps are padded to 4 or 16 tokens, and a step costs as much as 2 tokens. Two padded steps (4 + 4 + 2) cost
+        # less than one step of 16 tokens for 5 tokens, but 4 + 16 + 2 costs more than 16 for 10 tokens.
+        ([5], {}, [4, 1]),
+        ([10], {}, [10]),
         ([17], {}, [16, 1]),
         ([2, 3, 2], {}, [4, 3]),
-        ([3, 3, 3], {"max_prefill_seqs": 1}, [3, 3, 3]),  # the limit of prefill rows
+        ([3, 3, 3], {"max_prefill_seqs": 1}, [3, 3, 3]),  # one prompt per step
         ([3, 3, 3], {"max_num_seqs": 2}, [4, 2, 3]),
         ([5], {"padded_sizes": ()}, [5]),
         ([5], {"padded_sizes": (16,)}, [5]),
@@ -303,7 +305,10 @@ def test_invalid_tokens_change_no_state():
 
 
 def test_failed_allocations_change_no_token(monkeypatch):
-    """In each run one allocation fails, whether or not pages are free: the first, the second, and so on."""
+    """Tokens are right if one page allocation fails although pages are free.
+
+    In run n, allocation n fails.
+    """
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
         allocate, calls = engine.pools.allocate, iter(range(10**6))
@@ -396,7 +401,7 @@ def test_stop_tokens_accept_any_sequence_of_integers():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_sampling_params_are_converted_to_python_numbers():
-    """NumPy scalars are accepted and converted, so that no step has to convert them."""
+    """`SamplingParams` converts NumPy scalars to Python numbers, so that no step has to convert them."""
     given: dict[str, Any] = {
         "max_tokens": np.int64(4),
         "temperature": np.float32(0.5),

@@ -1,4 +1,4 @@
-"""The scheduler with random traffic."""
+"""The scheduler with random traffic: requests of random lengths, aborts and failed steps."""
 
 import random
 from dataclasses import replace
@@ -44,7 +44,7 @@ limits = st.builds(
 )
 
 
-limits |= limits.map(  # with padding, and a step cost of zero
+limits |= limits.map(  # adds limits with padded step sizes; the fixture below sets the cost of a step to zero
     lambda limits: replace(limits, padded_sizes=(*range(1, limits.max_batched_tokens, 3), limits.max_batched_tokens))
 )
 
@@ -60,7 +60,7 @@ traffic = given(limits=limits, actions=st.lists(actions, min_size=8, max_size=30
 
 
 def run_traffic(limits: Limits, actions: list[tuple]) -> None:
-    """Run traffic on `FakeEngine`, which checks tokens, pages and limits in every step."""
+    """Run the actions on `FakeEngine`, which checks tokens, pages and limits in every step."""
     engine = FakeEngine(limits)
     for name, *arguments in actions:
         match name:
@@ -91,10 +91,13 @@ def test_much_random_traffic(limits, actions):
     run_traffic(limits, actions)
 
 
-@pytest.mark.slow  # test_random_traffic is shorter
+@pytest.mark.slow  # slow, because test_random_traffic runs shorter traffic of the same kind
 @pytest.mark.parametrize("lag", [0, 1])
 def test_long_traffic_with_failures(lag, monkeypatch):
-    """A thousand steps with failures contain preemptions, prefix hits, dropped tokens and every finish reason."""
+    """A thousand steps with failures give the right tokens.
+
+    The steps contain preemptions, prefix hits, dropped tokens and every finish reason.
+    """
     draw = random.Random(lag)
     engine = FakeEngine(Limits(num_pages=10, max_num_seqs=4, lag=lag), sees_progress=False)
     allocate = engine.pools.allocate

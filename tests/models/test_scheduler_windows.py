@@ -1,4 +1,4 @@
-"""The scheduler with windows and several cache groups."""
+"""The scheduler with attention windows and several cache groups (sets of layers with the same windows)."""
 
 import pytest
 
@@ -8,7 +8,10 @@ from tests.cache.prefix_case import Heads
 from tests.models.scheduler_case import FakeEngine, Limits, summary
 
 WINDOWED: list[Heads] = [[(FULL, 0)], [(FULL, 0), (4, 2)]]
-"""Pages of two tokens: the head with a window holds one page of sink tokens, and two or three pages of its window."""
+"""Windows and sink tokens of the KV heads of two cache groups. The last head has a window of 4 tokens.
+
+With pages of two tokens, this head keeps one page of sink tokens and two or three pages of its window.
+"""
 
 
 def test_pages_behind_a_window_are_recycled_while_a_request_runs():
@@ -25,7 +28,10 @@ def test_pages_behind_a_window_are_recycled_while_a_request_runs():
 
 
 def test_window_allows_more_requests_than_full_heads():
-    """Each request has 24 tokens: 12 pages, or 4 pages with a window of 4 tokens and one page of sink tokens."""
+    """More requests run at once if the heads have windows.
+
+    A request of 24 tokens needs 12 pages without a window, and 4 pages with a window of 4 tokens and 2 sink tokens.
+    """
     running = []
     for heads in ([(FULL, 0)], [(4, 2)]):
         engine = FakeEngine(Limits(num_pages=16, max_num_seqs=4, max_batched_tokens=4, groups=[heads]))
@@ -49,7 +55,10 @@ def test_any_group_without_pages_causes_a_preemption():
 
 
 def test_prompt_that_runs_alone_uses_chunks_that_fit_the_pools():
-    """A step takes 16 tokens, but 5 pages hold only 8 tokens in addition to a window of 4."""
+    """A prompt runs in chunks that fit in the pages, although the limit of tokens per step is larger.
+
+    A step may have 16 tokens, but 5 pages hold only 8 new tokens in addition to a window of 4 tokens.
+    """
     for chunked in (True, False):
         limits = Limits(num_pages=5, max_batched_tokens=16, chunked_prefill=chunked, groups=[[(4, 0)]])
         engine = FakeEngine(limits)

@@ -1,4 +1,7 @@
-"""Sparse attention in model and engine: independence of step sizes, and the limit of dense attention."""
+"""Sparse attention in model and engine: each token attends to the top-k keys that an indexer selects.
+
+Tokens do not depend on step sizes, and results equal dense attention if all keys are selected.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ SIZES = EngineConfig(
     decode_buckets=(3,),
     prefill_buckets=(16,),
 )
-"""Prompts in chunks, and too few pages for all requests."""
+"""Sizes for which prompts are prefilled in chunks, and requests are preempted because there are too few pages."""
 
 
 def logits(model: Decoder) -> np.ndarray:
@@ -58,13 +61,9 @@ def logits(model: Decoder) -> np.ndarray:
     return np.asarray(model(jnp.asarray(TOKENS, jnp.int32), pages.allocate(model, np.nan), metadata)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "indexers"), [("v32", 3), ("glm-shared", 2)])
+@pytest.mark.parametrize(("name", "indexers"), [pytest.param("v32", 3, marks=pytest.mark.slow), ("glm-shared", 2)])
 def test_engine_tokens_equal_transformers(name: str, indexers: int) -> None:
-    """Chunks, cached prefixes, recomputed prefixes and preemption.
-
-    In every run, test_parity.py has prompt logits of both models, and test_cached_pages.py has a sparse engine.
-    """
+    """Tokens equal transformers with chunked prefill, prefix hits and preemptions."""
     model, expected = load_model(GOLDENS / name, jnp.float32), golden(name)
     engine = Engine(model, SIZES)
     outputs = [*engine.generate(expected.prompts, GREEDY), *engine.generate(expected.prompts, GREEDY)]
@@ -77,12 +76,13 @@ def test_engine_tokens_equal_transformers(name: str, indexers: int) -> None:
     assert stats.cache_bytes == 14 * 8 * 4 * widths
 
 
-@pytest.mark.slow  # tests/contract/test_mla_sparse.py attends to all keys
+@pytest.mark.slow  # slow, because tests/contract/test_mla_sparse.py tests attention with all keys selected
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_top_k_of_all_keys_equals_dense_model(config: DeepSeekConfig) -> None:
-    """Compare with the same weights without an indexer.
+    """A model whose top-k is at least the number of keys gives the logits of the same weights without an indexer.
 
-    Results have the same bits if tables have no room for more keys, and are close if tokens select all their keys.
+    Results have the same bits if the block tables have room for at most top-k keys. Otherwise each token selects all
+    its keys, and results are close.
     """
     sparse = random_model(config, settings=REFERENCE)
     dense = logits(random_model(engine_case.CONFIG, settings=REFERENCE))
@@ -100,7 +100,10 @@ def test_top_k_of_all_keys_equals_dense_model(config: DeepSeekConfig) -> None:
 
 
 def test_packed_rows_of_decode_rows() -> None:
-    """Drafts see the tokens before them. Padding and idle rows see no tokens."""
+    """Decode rows with several queries become one packed row per query.
+
+    Each draft attends to the tokens before it. Padding and idle rows attend to no tokens.
+    """
     tables = jnp.array([[5, 6], [7, 8], [9, 4]], jnp.int32)
     lens = jnp.array([7, 0, 9], jnp.int32)
     rows = Rows(slice(0, 9), tables, lens, q_lens=jnp.array([3, 0, 2], jnp.int32), queries=3)
@@ -148,7 +151,9 @@ def test_selected_keys_are_returned_if_layers_share_them(config: DeepSeekConfig)
     assert jax.tree.map(lambda slots: slots.shape, handed_on) == (None if config is CONFIG else [(20, 12)])
 
 
-@pytest.mark.slow  # rows of several queries share keys; test_cached_pages.py has an engine in every run
+# With drafts, several queries of a request attend to the same keys. Slow, because test_cached_pages.py tests an engine
+# with sparse attention.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"speculate": Speculation(NGramProposer(), 3, adaptive=False)}, {"batch_invariant": True}],
@@ -164,7 +169,10 @@ def test_shared_keys_in_drafts_and_batch_invariant_steps(changes: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_mtp_modules_with_sparse_attention(config: DeepSeekConfig) -> None:
-    """Tokens equal decoding without drafts. The module selects its own keys."""
+    """With drafts of a prediction module (MTP), tokens equal decoding without drafts.
+
+    The module has its own indexer and selects its own keys.
+    """
     model = random_model(dataclasses.replace(config, num_nextn_predict_layers=1), seed=3)
     prompts = [TOKENS[:n].tolist() for n in (30, 1, 17)]
     speculation = Speculation(MTPProposer(random_mtp(model)), 2, adaptive=False)
@@ -177,10 +185,12 @@ def test_mtp_modules_with_sparse_attention(config: DeepSeekConfig) -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "indexers"), [("v32", 3), ("glm-shared", 2)])
+@pytest.mark.parametrize(("name", "indexers"), [("v32", 3), pytest.param("glm-shared", 2, marks=pytest.mark.slow)])
 def test_tokens_over_fp8_cache_equal_plain_run(name: str, indexers: int, tmp_path: Path) -> None:
-    """Index keys are fp8 as latents are, and tokens select keys by their dequantised values."""
+    """With an fp8 cache, tokens of the engine equal a run of a single request over an fp8 cache.
+
+    Latents and index keys are stored in fp8. Tokens select keys by the dequantised index keys.
+    """
     save_wide(GOLDENS / name, tmp_path)
     model, prompts = load_model(tmp_path), golden(name).prompts
     engine = Engine(model, dataclasses.replace(SIZES, cache_dtype="float8_e4m3fn"))

@@ -44,7 +44,10 @@ SHORT = EngineConfig(
     decode_buckets=(4,),
     prefill_buckets=(16,),
 )
-"""Pages are short, so that requests are preempted. There is one bucket of each kind, to compile little."""
+"""Sizes with too few pages for all requests, so that requests are preempted.
+
+One decode bucket and one prefill bucket limit the time for compilation.
+"""
 
 WIDE = HeadWindows((FULL, 100), (0, 0))
 """Windows per head that are longer than any sequence."""
@@ -78,7 +81,7 @@ def speculation(**changes: Any) -> Speculation:
 
 @functools.cache
 def plain(family: str = "latents") -> dict[SamplingParams, list[list[int]]]:
-    """Output of every prompt without speculation."""
+    """Return the output of every prompt without speculation, by sampling parameters."""
     return {
         params: [o.output_ids for o in plain_engine(family).generate(PROMPTS, params)] for params in (GREEDY, DRAWN)
     }
@@ -100,7 +103,7 @@ def sequences(params: SamplingParams, family: str = "latents") -> list[list[int]
 
 
 def run(engine: Engine, params: SamplingParams, share: float, family: str = "latents") -> list[RequestOutput]:
-    """Generate all prompts with a given share of right drafts; expect the tokens of plain decoding."""
+    """Continue all prompts with a given share of right drafts, and check that tokens equal plain decoding."""
     tell(engine, sequences(params, family), share)
     streamed: dict[int | str, list[tuple[Any, ...]]] = {}
     ids = [
@@ -127,12 +130,16 @@ def totals(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
     "params",
     [
         pytest.param(GREEDY, id="greedy"),
-        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),  # test_drafts.py compares distributions
+        # Slow, because test_drafts.py compares distributions of sampled tokens.
+        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),
     ],
 )
 def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
-    """All drafts are accepted if all are right. That requires that the proposer gets every known token: of chunks, of
-    shared pages and of preempted requests."""
+    """Tokens equal plain decoding for any share of right drafts, and all drafts are accepted if all are right.
+
+    To make only right drafts, the proposer must receive every known token, including tokens of prefill chunks, shared
+    pages and preempted requests.
+    """
     engine = speculating()
     for share in (1.0, 0.0, 0.6):
         before = engine.stats()
@@ -152,7 +159,10 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
     ["latents", "sparse", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))],
 )
 def test_trees_of_drafts_change_no_token(family: str):
-    """Accepted tokens of a tree are not consecutive in the cache until they are moved."""
+    """Tokens equal plain decoding with trees of drafts.
+
+    The accepted tokens of a tree are not consecutive in the cache until the engine moves their entries.
+    """
     engine = make(family, speculate=Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8, adaptive=False))
     for params, share in itertools.product((GREEDY, DRAWN), (1.0, 0.6, 0.0)):
         outputs = run(engine, params, share, family)
@@ -175,16 +185,16 @@ def test_trees_are_rejected_if_attention_depends_on_slots():
         Engine(expanding, dataclasses.replace(SHORT, speculate=trees))
 
 
-@pytest.mark.slow  # test_engine_windows.py has windows, and other tests here have drafts
+@pytest.mark.slow  # slow, because test_engine_windows.py tests windows, and other tests of this file test drafts
 def test_rejected_drafts_change_no_token_with_windows_per_head_and_quantised_caches():
-    """Rejected drafts neither recycle pages that later queries read, nor affect scales."""
+    """Tokens equal plain decoding, because rejected drafts neither recycle pages of later queries nor change scales."""
     engine = speculating("windows")
     for params, share in ((GREEDY, 0.6), (DRAWN, 0.6), (GREEDY, 0.0)):
         run(engine, params, share, "windows")
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.slow  # tests/scripts/test_run_decode.py drafts n-grams in every run
+@pytest.mark.slow  # slow, because tests/scripts/test_run_decode.py tests n-gram drafts
 def test_ngrams_are_found_and_change_no_token():
     engine = make(speculate=Speculation(NGramProposer(longest=3, shortest=1), NUM_DRAFTS, adaptive=False))
     for params in (GREEDY, DRAWN):
@@ -194,7 +204,7 @@ def test_ngrams_are_found_and_change_no_token():
 
 
 def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
-    """Generate all prompts twice, so that the second run finds prefixes. Return the shares of accepted drafts."""
+    """Continue all prompts twice, so that the second run has prefix hits. Return the shares of accepted drafts."""
     shares = []
     for params, _ in itertools.product((GREEDY, DRAWN), range(2)):
         outputs = engine.generate(PROMPTS, params)
@@ -208,16 +218,23 @@ def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
 
 @pytest.mark.slow
 def test_all_drafts_of_the_target_itself_are_accepted():
-    """Every draft is accepted, greedy and drawn. So the draft cache equals the target's after chunks, prefix hits,
-    preemptions, and drafts rejected for lack of room."""
+    """If the draft model is the target model, every draft is accepted, both greedy and sampled.
+
+    This shows that the cache of the draft model equals the cache of the target after prefill chunks, prefix hits,
+    preemptions, and drafts that are rejected because a request has no room for more tokens.
+    """
     engine = make(speculate=Speculation(DraftModelProposer(model()), NUM_DRAFTS, adaptive=False))
     assert min(expect_drafted(engine)) > 0.99
 
 
 @pytest.mark.slow
 def test_draft_model_of_another_family_changes_no_token():
-    """The target's heads have windows, so the drafts' pages are page rows of one head. The first draft model has the
-    target's weights and attends to the same tokens; the second is unrelated."""
+    """A draft model of another model family changes no token.
+
+    The heads of the target model have different windows, so the pools allocate page rows (one page of one KV head), and
+    the draft model uses page rows as its pages. The first draft model has the weights of the target, and its drafts are
+    accepted. The second draft model is unrelated to the target.
+    """
     same = random_model(dataclasses.replace(test_engine_windows.CONFIG, windows=None), seed=3)
     for drafting, least in ((same, 0.99), (model(), 0.0)):
         speculate = Speculation(DraftModelProposer(drafting), NUM_DRAFTS, adaptive=False)
@@ -264,7 +281,7 @@ def test_stop_token_within_accepted_drafts_ends_the_request():
     assert engine.stats().used_pages == 0
 
 
-@pytest.mark.slow  # test_engine.py aborts requests, here with drafts in flight
+@pytest.mark.slow  # slow, because test_engine.py also aborts requests, although without drafts in flight
 def test_aborted_request_keeps_a_prefix_of_its_tokens():
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
@@ -283,8 +300,10 @@ def test_aborted_request_keeps_a_prefix_of_its_tokens():
 
 @pytest.mark.slow
 def test_pages_of_accepted_tokens_are_shared():
-    """A page is published once all its tokens are accepted. It holds their keys, although rejected drafts were written
-    there before."""
+    """A page is added to the prefix cache once all its tokens are accepted.
+
+    The page has the keys of the accepted tokens, which overwrite the keys of rejected drafts.
+    """
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
     output = engine.generate([PROMPTS[3]], GREEDY)[0].output_ids
@@ -297,8 +316,11 @@ def test_pages_of_accepted_tokens_are_shared():
 
 @pytest.mark.slow
 def test_nonfinite_logits_end_only_their_request():
-    """The draft whose embedding has NaN may change earlier tokens of its row to NONFINITE, but no accepted token is
-    wrong."""
+    """A request whose logits are not finite ends, and no accepted token of any request is wrong.
+
+    A draft whose embedding has NaN makes the logits at its position NaN. Earlier tokens of the same request in this
+    step may also become NONFINITE.
+    """
     wanted = plain()[GREEDY][1]
     at = next(i for i in range(5, 20) if wanted[i] not in wanted[:i] and wanted[i] not in PROMPTS[1])
     broken = random_model(LATENTS, seed=3, settings=engine_case.QUICK)
@@ -330,7 +352,7 @@ def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch: pyte
     monkeypatch.setattr(Runner, "launch", lambda *args: (order.append("launch"), launch(*args))[1])
     monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
     output = engine.generate([PROMPTS[3]], dataclasses.replace(GREEDY, max_tokens=13))[0]
-    assert sum(output.accepted) == 9  # one token of the prompt's step, then three steps of four
+    assert sum(output.accepted) == 9  # 13 tokens: one of the prefill step, then three steps with 1 + 3 accepted drafts
     assert order[:9] == ["launch", *["launch", "read"] * 4]
 
 
@@ -362,7 +384,7 @@ def test_adaptive_drafting_follows_acceptance_without_compilation(monkeypatch: p
     engine = make(speculate=speculation(num_drafts=1, adaptive=True))
     assert engine.warmup() > 0
     assert engine.stats().compilations == 2 + 1 + 2
-    monkeypatch.setattr(DraftControl, "record_time", lambda *_: None)  # pauses must not matter
+    monkeypatch.setattr(DraftControl, "record_time", lambda *_: None)  # use the cost estimate instead of times
     tell(engine, sequences(GREEDY), 1.0)
     engine.generate(PROMPTS, GREEDY)
     with compile_events() as events:

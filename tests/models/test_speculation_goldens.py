@@ -1,4 +1,4 @@
-"""Speculative decoding gives the tokens of transformers for every family's golden."""
+"""Speculative decoding gives the tokens of Hugging Face transformers for the golden of every model family."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ NEW_TOKENS = 24
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "proposer"), [*itertools.product(NAMES, ["ngram", "draft"]), ("v3-fp8", "mtp")])
 def test_tokens_equal_transformers(name: str, proposer: str):
-    """The draft model is the model itself, so nearly all drafts are right. The prediction module has random weights.
-    Prompt logits are captured, too."""
+    """With each kind of drafts, tokens and captured prompt logits equal transformers.
+
+    The draft model is the target model itself, so nearly all its drafts are accepted. The prediction module has random
+    weights.
+    """
     model, expected = load_model(GOLDENS / name, jnp.float32), golden(name)
     makers: dict[str, Callable[[], Proposer]] = {
         "ngram": lambda: NGramProposer(shortest=1),

@@ -1,4 +1,7 @@
-"""All layers share one plan of a step's absorbed rows. Without an implementation that uses plans, none is made."""
+"""A step computes one decode plan, which assigns the work of decode attention to CTAs, for all its layers.
+
+The plan covers the rows whose attention runs over latents ("absorb"). No plan is made if the implementation uses none.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ MODEL = dataclasses.replace(
 
 
 def kernels(jaxpr: Any) -> Iterator[str]:
-    """Names of the Mosaic GPU kernels of a program, with repetitions."""
+    """Yield the name of the Mosaic GPU kernel of each kernel call in a program."""
     for equation in jaxpr.eqns:
         if "meshes" in equation.params:
             yield equation.params["name"]
@@ -34,7 +37,7 @@ def kernels(jaxpr: Any) -> Iterator[str]:
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
-    """Kernels of a step with decode rows and a prompt."""
+    """Return the names of the kernels that a step with two decode rows and a prompt calls."""
     monkeypatch.setattr(step_case, "PAGE_SIZE", 16)
     model = random_model(MODEL, seed=0, dtype=jnp.bfloat16, settings=AttentionSettings(**settings))
     run, weights = split_model(model)

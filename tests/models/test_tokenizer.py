@@ -35,7 +35,7 @@ def words(ids):
 
 @pytest.fixture
 def save(tmp_path):
-    """Write a directory with a word tokenizer, and load it."""
+    """Return a function that writes a directory with a word tokenizer and loads the tokenizer."""
 
     def save(config=None, *, starts_with_bos=True, template_file=None):
         core = Core(models.WordLevel(IDS, unk_token="[UNK]"))
@@ -81,7 +81,10 @@ def test_prompts_are_not_truncated_or_padded(save, tmp_path, changed):
 
 
 def test_only_the_post_processor_adds_first_tokens(save):
-    """Like transformers 5, which ignores add_bos_token in a directory with tokenizer.json."""
+    """First tokens are added only if the post-processor of tokenizer.json adds them.
+
+    transformers 5 also ignores add_bos_token in a directory with tokenizer.json.
+    """
     plain = save({"bos_token": BOS, "add_bos_token": True}, starts_with_bos=False)
     assert words(plain.encode_prompt("the cache")) == ["the", "cache"]
     added = save({"bos_token": BOS, "add_bos_token": False})
@@ -129,7 +132,7 @@ def test_templates_render_as_in_transformers(save, template, text):
 
 
 def test_template_may_use_date(save):
-    """The template of gpt-oss calls `strftime_now`."""
+    """Chat templates may call `strftime_now`, as the template of gpt-oss does."""
     tokenizer = save({"chat_template": "{{ strftime_now('%Y-%m-%d') }}"})
     before, date, after = datetime.date.today(), tokenizer._render([]), datetime.date.today()
     assert before <= datetime.date.fromisoformat(date) <= after

@@ -1,6 +1,7 @@
 """Tokenizer directories give the ids and texts of transformers 5.23, or an error that names the file.
 
-tokenizer_layouts.json has the values of transformers; scripts/tools/make_tokenizer_goldens.py writes the file.
+scripts/tools/make_tokenizer_goldens.py writes the results of transformers to tokenizer_layouts.json. A layout is the
+set of files in a tokenizer directory.
 """
 
 import json
@@ -30,11 +31,11 @@ from scripts.tools.tokenizer_layouts import (
 EXPECTED = json.loads(Path(__file__).with_name("tokenizer_layouts.json").read_text(encoding="utf-8"))
 
 EMPTY = ("empty template", "empty template file")
-"""Layouts whose template is empty. transformers renders an empty prompt; here the text is the prompt."""
+"""Layouts with an empty chat template. Here the text is the prompt, but transformers renders an empty prompt."""
 
 
 class OwnProcess:
-    """Replacement of the tokenizer's process that runs requests in this process, which takes less time."""
+    """Replacement of the tokenizer's separate process. It runs requests in the test's process, which is faster."""
 
     def __init__(self):
         self.text = text_process.Text()
@@ -52,7 +53,7 @@ class OwnProcess:
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Write a layout and load it."""
+    """Return a function that writes the files of a layout and loads the tokenizer."""
     monkeypatch.setattr(checkpoints_tokenizer, "_Process", OwnProcess)
 
     def load(layout):
@@ -154,7 +155,7 @@ def test_contradictory_id_raises(load, layout, message):
 
 
 def test_ignored_file_may_contradict(load):
-    """transformers does not read added_tokens.json if there is an added_tokens_decoder."""
+    """If the configuration has an added_tokens_decoder, added_tokens.json is ignored, as in transformers."""
     config = {"added_tokens_decoder": decoder(added("<x>", BYTES))}
     assert load(files(byte_level(), config, added_tokens={"<x>": 3})).encode("<x>") == [BYTES]
 
@@ -211,12 +212,15 @@ def test_class_for_bpe_with_another_model_raises(load):
     "config", [{"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "Qwen2Tokenizer"}]
 )
 def test_known_class_needs_no_code(load, config):
-    """transformers prefers its own class to the code of a directory."""
+    """A directory with a known tokenizer class is loaded without its code (auto_map), as in transformers."""
     load(files(byte_level(), {**config, "auto_map": {"AutoTokenizer": ["a.B", None]}}))
 
 
 def test_object_without_type_is_a_token(load):
-    """Some directories have objects without __type, which transformers 5 rejects."""
+    """An object without "__type" is read as a token, because some directories have such objects.
+
+    transformers 5 rejects these directories.
+    """
     tokenizer = load(files(byte_level(), {"bos_token": {"content": "<s>", "rstrip": True}}))
     assert tokenizer.special_tokens == {"bos_token": "<s>"}
     assert tokenizer.encode("<s> hello") == [BYTES, HELLO]

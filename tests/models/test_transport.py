@@ -1,4 +1,4 @@
-"""Messages through a socket: they arrive unchanged, and invalid data raises an error."""
+"""Messages through a socket: messages arrive unchanged, and invalid data raises an error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_invalid_data_is_rejected(data: bytes, match: str) -> None:
 
 
 def frame(header: Any, body: bytes = b"") -> bytes:
-    """Frame with a correct checksum; `header` as JSON, or bytes."""
+    """Return a frame with a correct checksum. A header of type bytes is used as it is, others are encoded as JSON."""
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack(">4sIQI", b"pgs1", len(head), len(body), zlib.crc32(body, zlib.crc32(head))) + head + body
 
@@ -104,7 +104,7 @@ def received(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("dtype", ["(,)i4", "(2,)i4", "i4,i4", "O", "object", "V8", "U2", "M8[s]", "float128", "", 3])
 def test_dtype_outside_the_list_is_rejected(dtype: Any) -> None:
-    """NumPy's parser of dtype names raises a SyntaxError for some of them."""
+    """An unknown dtype raises a TransportError, also if NumPy's parser of dtype names raises a SyntaxError."""
     with pytest.raises(TransportError, match=r"header\.arrays\[0\]\[1\]: expected one of int8, "):
         received(frame({"arrays": [["a", dtype, [2]]]}, bytes(8)))
 
@@ -146,7 +146,7 @@ def test_message_that_could_not_be_received_is_not_sent(ends: tuple[SocketTransp
 
 
 def test_message_sent_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte arrives within the timeout, but the whole message does not."""
+    """The timeout applies to the whole message, also if each single byte arrives in time."""
     monkeypatch.setattr(transport_module, "LEAST_RATE", 2**30)
     left, right = socket.socketpair()
     stop = threading.Event()
@@ -187,7 +187,7 @@ def test_message_read_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_announced_bytes_are_not_allocated_before_they_arrive() -> None:
-    """The memory of a message grows with the received bytes, not with the size in its frame."""
+    """The memory for a message grows with the received bytes. The size announced in the frame is not allocated."""
     left, right = socket.socketpair()
 
     def receive() -> None:
@@ -255,7 +255,7 @@ def test_close_ends_a_waiting_receive(ends: tuple[SocketTransport, SocketTranspo
     ("changes", "match"),
     [
         ({"timeout_s": 0}, "timeout_s"),
-        ({"timeout_s": 1e-7}, "timeout_s"),  # the operating system would take it as no limit
+        ({"timeout_s": 1e-7}, "timeout_s"),  # the operating system rounds it to 0: no limit
         ({"timeout_s": float("inf")}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"max_bytes": 0}, "max_bytes"),

@@ -1,8 +1,8 @@
-"""The goldens on Triton kernels alone: interpreted on a CPU, compiled on a GPU.
+"""The models of tests/goldens with Triton kernels for all attention operations.
 
-Triton kernels need 16-bit queries, so the models run in bfloat16. Rounding alone changes logits by 0.02 compared with
-the goldens, and by more if a router selects another expert. `xla` in bfloat16 has the same rounding, so the results are
-compared with `xla`.
+The kernels are interpreted on a CPU and compiled on a GPU. Triton kernels need 16-bit queries, so the models run in
+bfloat16. Rounding to bfloat16 changes logits by 0.02 compared with the goldens, and by more if a router selects another
+expert. The implementation `xla` in bfloat16 has the same rounding, so the results are compared with `xla`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, MUTATIONS, NAMES, golden
 
 MEDIAN, MOST = 0.03, 0.06
-"""Bounds of the median and of the 90th percentile of the logit difference per token (root mean square over the
-vocabulary). Correct kernels have 0.004 and 0.008. The attention mistake with the smallest effect has a median of 0.1.
-The upper tenth is excluded because a router may select another expert for these tokens in bfloat16.
+"""Bounds of the median and of the 90th percentile, over the tokens, of the logit difference of a token.
+
+The difference is the root mean square over the vocabulary. Correct kernels have a median of 0.004 and a 90th percentile
+of 0.008. The attention mistake with the smallest effect has a median of 0.1. The tenth of the tokens with the largest
+differences is excluded, because a router may select another expert for these tokens in bfloat16.
 """
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -35,7 +37,7 @@ PARAMS = SamplingParams(max_tokens=24 if ON_GPU else 3, ignore_eos=True)
 
 
 def logits_of(name: str, implementation: str) -> np.ndarray:
-    """Logits of all prompts in one step, and of decode steps after it that are fed the golden's tokens."""
+    """Return the logits of all prompts, prefilled in one step, and of decode steps over the golden's tokens."""
     expected = golden(name)
     model = load_model(GOLDENS / name, jnp.bfloat16, settings=AttentionSettings(implementation=implementation))
     run, weights = split_model(model)
@@ -57,7 +59,7 @@ by_xla = functools.cache(functools.partial(logits_of, implementation="xla"))
 
 
 def differences(name: str) -> tuple[float, float]:
-    """The two figures that are bounded."""
+    """Return the median and the 90th percentile of the logit differences, which `MEDIAN` and `MOST` bound."""
     of_tokens = np.sqrt(np.square(logits_of(name, "triton") - by_xla(name)).mean(axis=-1))
     return float(np.median(of_tokens)), float(np.quantile(of_tokens, 0.9))
 
@@ -65,7 +67,10 @@ def differences(name: str) -> tuple[float, float]:
 @slow_cases("v3")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else slow) for n in NAMES])
 def test_logits(name: str) -> None:
-    """The kernels are named alone, so that nothing else attends, writes or chooses."""
+    """Logits with Triton kernels are close to logits with XLA.
+
+    `implementation` names only Triton, so no attention operation can fall back to another implementation.
+    """
     half, most = differences(name)
     assert half <= MEDIAN
     assert most <= MOST
@@ -83,7 +88,7 @@ def test_logits(name: str) -> None:
     ],
 )
 def test_a_mistake_is_noticed(name: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_xla(name)  # without it
+    by_xla(name)  # compute and cache the reference without the mistake
     MUTATIONS[mistake](monkeypatch)
     half, most = differences(name)
     assert half > MEDIAN
@@ -92,7 +97,10 @@ def test_a_mistake_is_noticed(name: str, mistake: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=slow) for n in NAMES])
 def test_the_engine(name: str) -> None:
-    """Prompts are computed in chunks next to decodes, and reused from the prefix cache. Tokens equal a plain run."""
+    """Tokens of the engine with Triton kernels equal a plain uncached run.
+
+    Prompts are prefilled in chunks while other requests decode, and prefixes are reused from the prefix cache.
+    """
     model = load_model(GOLDENS / name, jnp.bfloat16, settings=AttentionSettings(implementation="triton"))
     engine = Engine(model, EngineConfig(num_pages=32, page_size=16, max_batched_tokens=32, max_num_seqs=3))
     prompts = golden(name).prompts

@@ -1,4 +1,7 @@
-"""Verification against goldens of transformers: acceptance, and every kind of failure."""
+"""`verify`, which checks the tokens of an engine with an uncached run: accepted tokens, and every kind of failure.
+
+The tokens and logits of the cases are results of Hugging Face transformers (tests/goldens).
+"""
 
 import dataclasses
 import json
@@ -54,7 +57,7 @@ def plain(model):
 
 @pytest.fixture(scope="module")
 def check(plain):
-    """Function that checks one request; it shares the compiled programs of all tests."""
+    """Return a function that checks one request. All tests share its compiled programs."""
 
     def check(decoded, *, tolerance=1e-3, max_len=MAX_LEN):
         return plain.check(decoded, max_len, tolerance)
@@ -67,7 +70,7 @@ def same(difference, position, got, wanted, margin):
     return found == (position, got, wanted, pytest.approx(margin, abs=1e-4))
 
 
-@pytest.mark.slow  # tests/scripts/test_run_decode.py verifies these tokens in every run
+@pytest.mark.slow  # slow, because tests/scripts/test_run_decode.py verifies these tokens
 def test_tokens_of_transformers_pass(model, cases):
     verification = verify(model, [case.decoded() for case in cases], max_len=MAX_LEN)
     assert verification.passed
@@ -101,7 +104,8 @@ def test_token_with_a_loss_within_the_tolerance_is_tied(check, cases):
     decoded = case.decoded([second], max_tokens=1)
     assert check(decoded, tolerance=gap + 1e-3) == RequestCheck(0, 1, None)
     assert same(check(decoded, tolerance=gap - 1e-3).difference, 0, second, first, gap)
-    tenth = int(np.argsort(case.logits)[-10])  # the loss is the distance to the highest logit, not to the next one
+    # The loss of a token is the distance of its logit to the highest logit, not to the next higher logit.
+    tenth = int(np.argsort(case.logits)[-10])
     gap_of_tenth = float(case.logits[first] - case.logits[tenth])
     decoded = case.decoded([tenth], max_tokens=1)
     assert check(decoded, tolerance=gap_of_tenth + 1e-3) == RequestCheck(0, 1, None)
@@ -156,14 +160,14 @@ SAMPLING = {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 11, "ignore_e
 
 @pytest.fixture(scope="module")
 def sampled(plain, cases):
-    """Tokens drawn after the last prompt, one after the other."""
+    """Return the tokens that are sampled one after the other after the last prompt."""
     tokens = []
     while len(tokens) < NUM_TOKENS:
         tokens.append(int(plain.choose(cases[3].decoded(tokens, **SAMPLING)).tokens[-1]))
     return tokens
 
 
-@pytest.mark.slow  # test_drawn_tokens_with_other_sampling_parameters_fail draws the same tokens
+@pytest.mark.slow  # slow, because test_drawn_tokens_with_other_sampling_parameters_fail samples the same tokens
 def test_drawn_tokens_pass_wherever_the_output_starts(check, cases, sampled):
     assert sampled != cases[3].tokens
     whole = cases[3].decoded(sampled, **SAMPLING)
@@ -181,8 +185,12 @@ def test_drawn_tokens_with_other_sampling_parameters_fail(check, cases, sampled,
 
 
 def test_loss_of_a_drawn_token_is_the_rise_that_makes_it_the_choice(plain, cases):
-    """Without top-k and top-p the loss is the difference of perturbed logits, so the second-best token loses the
-    margin; a token that top-k excludes loses at least its distance to the k-th logit."""
+    """The loss of a sampled token is the smallest increase of its logit with which the sampler would choose this token.
+
+    Without top-k and top-p, the loss is the distance of its perturbed logit to the highest perturbed logit, so the loss
+    of the second-best token is the margin. The loss of a token that top-k excludes is at least the distance of its
+    logit to the k-th logit.
+    """
     params = {"temperature": 0.1, "seed": 3, "ignore_eos": True}
     nothing = plain.choose(cases[3].decoded([], **params))
     order = np.argsort(cases[3].logits)
@@ -210,13 +218,17 @@ def test_losses_in_16_bits_may_exceed_the_expectation_by_a_few_standard_deviatio
 
 
 def test_standard_deviations_of_requests_are_not_added():
-    """The variance of a sum is the sum of variances, so many requests with large losses fail together."""
+    """Many requests fail together if each has a loss that a single request may have.
+
+    The variance of a sum is the sum of the variances, so the standard deviation of the sum grows more slowly than the
+    sum of the losses.
+    """
     each = (rounded(2.0 + SIGMAS - 1),) * 16
     assert Verification(each[:1], None).passed
     assert not Verification(each, None).passed
 
 
-@pytest.mark.slow  # tests/models/test_verify_faults.py verifies bfloat16 models in every run
+@pytest.mark.slow  # slow, because tests/models/test_verify_faults.py verifies bfloat16 models
 def test_bfloat16_model_rejects_outputs_of_other_prompts(cases):
     model = load_model(GOLDEN, "bfloat16")
     verification = verify(model, [case.decoded() for case in cases], max_len=MAX_LEN)

@@ -1,4 +1,4 @@
-"""Verification of bfloat16 models notices a wrong KV cache, and accepts correct runs of all kinds of models."""
+"""Verification of bfloat16 models detects a wrong KV cache, and accepts correct runs of all kinds of models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.engine_case import QUICK
 PAGE_SIZE = 16
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 STEPS_OF_PROMPTS = 12
-"""After this number of steps all prompts are computed, and every request has many tokens left."""
+"""Number of steps after which all prompts are prefilled, and every request still has many tokens to generate."""
 
 MODELS = {name: config for name, config in {**PRESETS, **GQA_PRESETS}.items() if name.endswith("-tiny")}
 
@@ -47,7 +47,7 @@ def make_engine(name: str) -> Engine:
 
 
 def run(name: str, fault: Callable[[Engine], None] | None = None, params: SamplingParams = GREEDY) -> Verification:
-    """Decode the demonstration's prompts, plant a fault after the prompts, and verify the tokens."""
+    """Run the demo prompts, apply `fault` to the engine after the prefill, and verify the generated tokens."""
     engine, prompts = make_engine(name), demo_ids(MODELS[name].vocab_size, PAGE_SIZE)
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     for step in range(1000):
@@ -64,14 +64,14 @@ def run(name: str, fault: Callable[[Engine], None] | None = None, params: Sampli
 
 
 def pages_of(engine: Engine, request: int) -> list[int]:
-    """Page ids of a running request, in order."""
+    """Return the page ids of a running request, in order of its tokens."""
     running = next(r for r in engine._ranks.schedulers[0].running if r.request_id == request)
     assert running.request_slot is not None
     return engine._pools[0].tables([running.request_slot])[0][0, 0].tolist()
 
 
 def change_caches(engine: Engine, change: Callable[[jax.Array], jax.Array]) -> None:
-    """Apply a function to all arrays with pages."""
+    """Replace all cache arrays that have pages by `change(array)`."""
     runner = engine._runner
     runner._caches = jax.tree.map(lambda a: change(a) if a.ndim > 2 else a, runner._caches)
 
@@ -89,22 +89,24 @@ def zero_row(engine: Engine) -> None:
 
 
 def shorter_context(step: PackedStep, metadata: StepMetadata) -> StepMetadata:
-    """Decode rows attend to one token less."""
+    """Fault: decode rows attend to one token less."""
     return dataclasses.replace(metadata, decode_kv_lens=jnp.maximum(metadata.decode_kv_lens - 1, 0))
 
 
 def shifted_positions(step: PackedStep, metadata: StepMetadata) -> StepMetadata:
-    """Decode rows rotate queries and keys for the next position."""
+    """Fault: decode rows rotate queries and keys for the position after their own."""
     num_decode = step.decode_request_slots.shape[0]
     return dataclasses.replace(metadata, positions=metadata.positions.at[:num_decode].add(1))
 
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    # A zeroed row changes the logits of v3-tiny, whose experts depend on rounding, by about as much as rounding does.
+    # v3-tiny has no case with zero_row. Its selection of experts depends on rounding, so a zeroed row changes its
+    # logits by about as much as rounding.
     [
         ("qwen3-tiny", zero_row),
-        pytest.param("qwen3-tiny", overwrite_page, marks=pytest.mark.slow),  # changes more than a zeroed row
+        # Slow, because an overwritten page changes logits more than a zeroed row, which the case above detects.
+        pytest.param("qwen3-tiny", overwrite_page, marks=pytest.mark.slow),
         pytest.param("v3-tiny", overwrite_page, marks=pytest.mark.slow),
     ],
 )
@@ -120,7 +122,8 @@ def test_a_fault_in_the_cache_is_noticed(name, fault):
     [
         ("qwen3-tiny", shorter_context),
         pytest.param("v3-tiny", shorter_context, marks=pytest.mark.slow),
-        pytest.param("qwen3-tiny", shifted_positions, marks=pytest.mark.slow),  # changes more than a shorter context
+        # Slow, because shifted positions change logits more than a shorter context, which the case above detects.
+        pytest.param("qwen3-tiny", shifted_positions, marks=pytest.mark.slow),
         pytest.param("v3-tiny", shifted_positions, marks=pytest.mark.slow),
     ],
 )
@@ -139,7 +142,7 @@ def test_a_fault_in_the_metadata_of_decode_rows_is_noticed(name, fault, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # v3-tiny has the largest rounding errors.
+    # v3-tiny is not slow, because it has the largest rounding errors.
     [pytest.param(name, marks=[] if name == "v3-tiny" else [pytest.mark.slow]) for name in MODELS],
 )
 def test_correct_runs_pass(name):

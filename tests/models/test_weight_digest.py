@@ -1,4 +1,4 @@
-"""The digest of weights: every bit and its position counts, and the mesh does not."""
+"""The digest of the weights depends on every bit and its position, and does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model(config: ModelConfig, devices: Sizes | None = None) -> Decoder:
 
 
 def with_weight(model: Decoder, name: str, change: Change, dtype: Any = None) -> Decoder:
-    """Return the model with a changed copy of a weight, which is first converted to another dtype."""
+    """Return the model with a changed copy of one weight. The copy is converted to `dtype` first, if given."""
     graph, state = nnx.split(model)
 
     def changed(path: tuple[Any, ...], weight: nnx.Variable) -> nnx.Variable:
@@ -96,7 +96,10 @@ def flip(bit: int) -> Change:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn])
 def test_positions_and_bits_of_elements(dtype: type):
-    """The weights have the extreme values of the other weights in all cases, except for single bits."""
+    """The digest changes if elements are exchanged or single bits change.
+
+    Minimum and maximum of the weights are equal in all cases, except for the changes of single bits.
+    """
 
     def digest(change: Change) -> str:
         return weight_digest(with_weight(model(QWEN3), EMBEDDING, change, dtype))
@@ -109,10 +112,13 @@ def test_positions_and_bits_of_elements(dtype: type):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_zeros_and_nans(dtype: type):
-    """Signs of zeros and payloads of NaN count. Two elements that differ only in the sign bit can be exchanged."""
+    """The digest depends on the signs of zeros and on the payloads of NaN.
+
+    It also changes if two elements that differ only in the sign bit are exchanged.
+    """
 
     def digest(*elements: int) -> str:
-        """Digest of weights whose first elements have these bits, given as the upper 16 bits of a float32."""
+        """Return the digest of weights whose first elements have these upper 16 bits of a float32."""
 
         def change(values: np.ndarray) -> None:
             bits = values.view(f"uint{8 * values.itemsize}")
@@ -134,7 +140,7 @@ def test_zeros_and_nans(dtype: type):
 
 
 def test_names_and_dtypes():
-    """Equal values in another dtype are other weights, also if the exchanged weights have equal shapes."""
+    """The digest depends on the names and dtypes of weights, not only on their values and shapes."""
     plain = model(QWEN3)
 
     def zero(values: np.ndarray) -> None:
@@ -157,7 +163,11 @@ IN_EVERY_RUN = [
     ("gpt-oss, padded experts", "data=2,tensor=2"),
     ("llama, biased", "context=2,tensor=2"),
 ]
-"""Cases that together have all kinds of slices: of heads, copied heads, columns, padded experts and added biases."""
+"""Models and meshes that run without `make test-slow`.
+
+Together the cases have all kinds of slices of weights: heads, copies of KV heads, columns, padded experts, and biases
+of outputs that are summed over the devices.
+"""
 
 
 def splits(config: ModelConfig, devices: Sizes) -> bool:
@@ -187,7 +197,10 @@ def test_digest_does_not_depend_on_the_mesh(name: str, devices: Sizes):
 
 
 def test_pages_of_a_model_with_exchanged_rows_are_rejected():
-    """Minimum and maximum of every weight are equal, but not the meaning of the cached pages."""
+    """Pages of a model with exchanged rows of a weight are rejected.
+
+    Minimum and maximum of every weight are equal, but the cached values differ.
+    """
     config = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
     sizes = EngineConfig(num_pages=24, page_size=4, max_batched_tokens=16, max_num_seqs=2, max_model_len=64)
     target = random_model(config, seed=3, settings=engine_case.QUICK)

@@ -1,4 +1,4 @@
-"""Checkpoints: layouts of all parameters, and errors that are raised before a tensor is read."""
+"""Loading of checkpoints: layouts of all parameters, and errors that are raised before a tensor is read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def reconfigure(directory: Path, **entries: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-# v32 and v3 have all parameters of the slow models.
+# The other models are slow, because v32 and v3 together have all their parameters.
 @slow_cases("gpt-oss")
 @pytest.mark.parametrize(
     "config",
@@ -104,7 +104,7 @@ def test_different_seeds_give_different_weights():
     assert np.all(first != weights.random_tensor("another", (4, 8), 0))
 
 
-@pytest.mark.slow  # test_duplicate_tensor_is_read_from_indexed_shard loads shards in every run
+@pytest.mark.slow  # slow, because test_duplicate_tensor_is_read_from_indexed_shard loads shards
 def test_sharded_checkpoint(directory: Path, tmp_path: Path):
     tensors = load_file(directory / "model.safetensors")
     parts = {f"model-{i}.safetensors": sorted(tensors)[i::3] for i in range(3)}
@@ -123,7 +123,7 @@ def test_sharded_checkpoint(directory: Path, tmp_path: Path):
 
 
 def test_layouts_of_weights(directory: Path):
-    """Compare slices with the file: transposes, rotary halves and the split of kv_b_proj."""
+    """Loaded weights equal the tensors of the file: transposes, order of rotary columns, and the split of kv_b_proj."""
     ours = parameters(weights.load_model(directory))
     file = load_file(directory / "model.safetensors")
     attention, name = "layers.1.self_attn", "model.layers.1.self_attn"
@@ -191,9 +191,10 @@ def test_all_misfits_are_named_before_reading(directory: Path, monkeypatch):
 
 
 def test_unused_indexers_are_not_read(tmp_path: Path):
-    """Checkpoints of models trained with an indexer in every layer contain tensors of unused indexers.
+    """Tensors of indexers in layers that share the selected keys of another layer are not read.
 
-    All other tensors are still required.
+    Checkpoints of models that were trained with an indexer in every layer have such tensors. All other tensors are
+    still required.
     """
     config = dataclasses.replace(
         PRESETS["v32-tiny"], model_type="glm_moe_dsa", vocab_size=48, num_hidden_layers=3, first_k_dense_replace=3
@@ -236,9 +237,9 @@ def test_unused_tensors_are_logged(directory: Path, caplog):
 
 
 def test_head_that_differs_from_the_embedding_is_used(directory: Path, caplog):
-    """The head of the files is used although config.json ties it, as in transformers 5.23.
+    """The output head of the files is used although config.json ties it to the embedding, as in transformers 5.23.
 
-    If the head has the rows of the embedding in reverse order, the logits are in reverse order, too.
+    The head of this test has the rows of the embedding in reverse order, so the logits are in reverse order, too.
     """
     reconfigure(directory, tie_word_embeddings=True)
     embedding = load_file(directory / "model.safetensors")[EMBEDDING]
@@ -318,7 +319,7 @@ def test_mtp_modules_share_embedding_and_head(predicting: Path):
         np.testing.assert_array_equal(join, stored.T.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.slow  # the test above loads modules in every run
+@pytest.mark.slow  # slow, because the test above loads prediction modules
 def test_mtp_modules_are_read_only_by_load_mtp(predicting: Path, monkeypatch):
     read, names = StoredTensor.read, []
     opened = {tensor: name for name, tensor in open_checkpoint(predicting).tensors.items()}
@@ -335,7 +336,7 @@ def test_mtp_modules_are_read_only_by_load_mtp(predicting: Path, monkeypatch):
     ("changes", "message"),
     [
         ({"model.layers.3.hnorm.weight": None}, "1 missing: model.layers.3.hnorm.weight"),
-        # test_all_misfits_are_named_before_reading has these errors in every run.
+        # Slow, because test_all_misfits_are_named_before_reading tests these errors.
         pytest.param(
             {"model.layers.2.eh_proj.weight": np.ones((32, 32), np.float32)},
             "misshaped: model.layers.2.eh_proj.weight",
@@ -485,7 +486,7 @@ def test_generation_config_overrides_eos_ids(directory: Path):
 
 
 def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Multiply FP8 blocks by their scales, one block at a time."""
+    """Quantise a weight in FP8 blocks. Return the stored values and the scales."""
     grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
     scale, stored = np.zeros(grid, np.float32), np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     for i in range(grid[0]):
@@ -510,7 +511,7 @@ def test_huge_blocks_allocate_no_memory(rng):
     np.testing.assert_array_equal(dequantise(weight, scale, (2**31 - 1, 2**31 - 1)), 2 * weight)
 
 
-@pytest.mark.slow  # test_parity.py has FP8 goldens
+@pytest.mark.slow  # slow, because test_parity.py tests FP8 checkpoints
 def test_fp8_checkpoint_equals_dequantised_checkpoint(directory: Path):
     block = (5, 12)
     tensors = load_file(directory / "model.safetensors")

@@ -1,4 +1,7 @@
-"""Windows of layers and heads: reading from a config.json or a file, and cache groups."""
+"""Attention windows of layers and heads: reading from a config.json or a file, and cache groups.
+
+A cache group has all layers with the same windows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reports of written pages: in order, once, early, and with the contents that the step wrote."""
+"""`Engine.watch_written`, which reports written pages of prompts to a consumer, layer by layer.
+
+Each page is reported once, in order, before the next layer runs, and with the contents that the step wrote.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ NUM_LAYERS = 2
 
 @pytest.fixture(autouse=True)
 def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of one kind share the compiled programs of their layers."""
+    """Engines with the same model and configuration share the compiled programs of their layers."""
     make_layered = LayeredStep.__init__
 
     def sharing(self: LayeredStep, model: Any, config: Any, num_programs: int) -> None:
@@ -37,7 +40,7 @@ def tokens_of(engine: Engine, params: SamplingParams = PARAMS) -> tuple[tuple[in
 
 
 def whole_steps(told: list[WrittenLayer]) -> list[list[WrittenLayer]]:
-    """Layers by step, without steps that ended early. Checks the order of layers."""
+    """Return the reported layers of each step, without steps that failed. Check the order of the layers."""
     steps: dict[int, list[WrittenLayer]] = {}
     for written in told:
         assert written.num_layers == NUM_LAYERS
@@ -48,7 +51,7 @@ def whole_steps(told: list[WrittenLayer]) -> list[list[WrittenLayer]]:
 
 
 def by_request(told: list[WrittenLayer]) -> dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]]:
-    """Contents by request, then by layer, head and page."""
+    """Return the reported contents of pages, by request id, then by layer, head and page."""
     found: dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]] = {}
     for written in (written for layers in whole_steps(told) for written in layers):
         for chunk in written.chunks:
@@ -78,8 +81,11 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_all_pages_of_prompts_are_reported_once(kind: str) -> None:
-    """With chunks, prefix hits and windows. Contents equal the pages that the engine exports. If two requests compute
-    the same page, both report it, and the cache keeps one of them; they may differ by rounding."""
+    """Every page of a prompt is reported once, and its contents equal the page that the engine exports.
+
+    The traffic has chunked prefill, prefix hits and windows. If two requests compute the same page, both pages are
+    reported, and the prefix cache keeps one of them. The two pages may differ by rounding.
+    """
     rounding = 1e-5
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
@@ -99,13 +105,16 @@ def test_all_pages_of_prompts_are_reported_once(kind: str) -> None:
             assert wanted[key].keys() == of_request[key].keys()
             for name, array in wanted[key].items():
                 np.testing.assert_allclose(of_request[key][name], array, rtol=rounding, atol=rounding)
-        assert of_request.keys() >= {key for key in wanted if key[2] == pages - 1}  # no window hides the last page
+        assert of_request.keys() >= {key for key in wanted if key[2] == pages - 1}  # the last page is in all windows
     check(engine)
 
 
 @pytest.mark.slow
 def test_layer_is_reported_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 1 of every step waits until the consumer has the pages of layer 0."""
+    """The consumer receives the pages of layer 0 before layer 1 runs.
+
+    In this test, layer 1 of every step waits until the consumer has received layer 0.
+    """
     engine, came = make(LATENT_KIND), threading.Semaphore(0)
     in_time, run = [], StepPrograms.__call__
 
@@ -122,13 +131,17 @@ def test_layer_is_reported_before_the_next_one_starts(monkeypatch: pytest.Monkey
     feed = engine.watch_written(lambda written: came.release() if written.layer == 0 else None)
     engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2))
     feed.wait(60)
-    assert in_time == [True] * 3  # chunks of 16 of 50 tokens; the last two tokens complete no page
+    # The prompt of 50 tokens has three chunks of 16 tokens. The step of the last two tokens completes no page.
+    assert in_time == [True] * 3
     check(engine)
 
 
 @pytest.mark.slow
 def test_pages_of_a_step_of_one_program() -> None:
-    """All layers come in order. Afterwards the engine can be watched with another number of programs."""
+    """A step of a single program reports all layers in order.
+
+    Afterwards an engine can be watched with another number of programs per step.
+    """
     engine, told = make(LATENT_KIND), list[WrittenLayer]()
     feed = engine.watch_written(told.append, pieces=1)
     wanted = engine.generate([PROMPTS[4]], PARAMS)[0].output_ids
@@ -162,9 +175,9 @@ def test_without_a_consumer_the_step_is_one_program() -> None:
     assert plain._runner._layered is None
 
 
-@pytest.mark.slow  # test_all_pages_of_prompts_are_reported_once compares contents
+@pytest.mark.slow  # slow, because test_all_pages_of_prompts_are_reported_once compares contents
 def test_copies_are_not_affected_by_later_steps() -> None:
-    """A slow consumer gets every page as it was written, although all pages were reused in the meantime."""
+    """A slow consumer receives every page as it was written, although the engine has reused all pages since."""
     engine, go_on, told = make(LATENT_KIND, num_pages=16), threading.Event(), list[WrittenLayer]()
 
     def held_up(written: WrittenLayer) -> None:
@@ -172,7 +185,7 @@ def test_copies_are_not_affected_by_later_steps() -> None:
         told.append(written)
 
     feed = engine.watch_written(held_up)
-    engine.warmup()  # for longer than the engine needs
+    engine.warmup()  # compile before the consumer blocks, because it waits for at most 60 s
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     while engine.has_unfinished:
         engine.step()
@@ -210,7 +223,7 @@ def test_exception_in_the_consumer_ends_the_feed() -> None:
         feed.wait(60)
     assert len(told) == 3
     assert (feed.is_open, feed.backlog_bytes) == (False, 0)
-    again = engine.watch_written(told.append)  # another feed may be opened
+    again = engine.watch_written(told.append)  # after the failure, another feed can be opened
     engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=1))
     again.wait(60)
     assert len(told) == 3 + NUM_LAYERS
@@ -262,7 +275,7 @@ def test_failed_step_is_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(LATENT_KIND)[1]
     assert len(told) == 2 * len(whole_steps(told)) + 1
     void = next(i for i, written in enumerate(told) if written.layer == 0 and told[i + 1].layer == 0)
-    found = by_request(told[void + 1 :])  # everything is reported again, with new step numbers
+    found = by_request(told[void + 1 :])  # after the failed step, its pages are reported again
     assert told[void].step == 1
     assert {page for _, _, page in found[ids[0]]} == set(range(len(PROMPTS[0]) // 4))
     check(engine)

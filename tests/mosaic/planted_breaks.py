@@ -1,7 +1,8 @@
-"""Mistakes in the Blackwell kernels, each with the test that detects it. `test_planted_breaks.py` plants them.
+"""Mistakes that `test_planted_breaks.py` makes in the Blackwell kernels on purpose, each with the test that detects it.
 
-Planting is replacing correct code by wrong code in a copy of the library. The mistakes are typical: missing barriers,
-GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and merges.
+To plant a mistake is to replace correct code by wrong code in a copy of the library. The mistakes are typical: missing
+barriers, GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and
+merges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The arithmetic of merging attention states, for each form of states, compared with attention to all keys at once."""
+"""Tests of merging attention states (maximum, sum of weights, weighted sum of values) of several KV splits. The result
+is compared with attention to all keys at once, for each form in which kernels store states.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from pallas_attn.mosaic.merge import AttentionState, StateForm, merge_in_order
 from tests.kit import harness
 
 ROWS, KEYS, VALUES = 6, 24, 8
-NO_KEY, NAN_VALUES = 1, 2  # a query row that sees no key, and a query row that sees no key of the split with NaN
-BOUNDS = (0, 8, 9, 24)  # splits of the keys
+NO_KEY, NAN_VALUES = 1, 2  # query rows: sees no key at all; sees no key of the split with NaN values
+BOUNDS = (0, 8, 9, 24)  # the three splits are keys 0 to 7, 8, and 9 to 23
 
 FORMS = [StateForm(query_axis, log2) for query_axis in (0, 1) for log2 in (False, True)]
 
@@ -23,12 +25,12 @@ FORMS = [StateForm(query_axis, log2) for query_axis in (0, 1) for log2 in (False
 def state_of(form: StateForm, scores: np.ndarray, values: np.ndarray) -> AttentionState:
     """Return the state of one split from float64 scores [ROWS, keys], -inf for invisible keys."""
     unit = np.log2(np.e) if form.log2 else 1.0
-    m = np.float32(scores.max(axis=1) * unit)  # the weights below refer to the rounded maximum
+    m = np.float32(scores.max(axis=1) * unit)  # float32, as in kernels; the weights below use the rounded maximum
     seen = np.isfinite(m)
     weights = np.where(np.isneginf(scores), 0, np.exp(scores - np.where(seen, np.float64(m) / unit, 0)[:, None]))
     with np.errstate(invalid="ignore"):
         acc = weights @ values  # 0 · NaN is NaN, as in the kernels
-    acc = np.where(seen[:, None], acc, 0)  # kernels store, or load, 0 for query rows that see no key of a split
+    acc = np.where(seen[:, None], acc, 0)  # kernels use 0 for query rows that see no key of a split
     return AttentionState(
         *(jnp.asarray(x, jnp.float32) for x in (m, weights.sum(axis=1), acc if form.query_axis == 0 else acc.T))
     )
@@ -37,7 +39,9 @@ def state_of(form: StateForm, scores: np.ndarray, values: np.ndarray) -> Attenti
 @pytest.mark.parametrize("level", [0.0, 5e5, -5e5])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_merged_splits_equal_attention_to_all_keys(form: StateForm, level: float) -> None:
-    """With scores near 5e5, one float32 LSE per split would be off by up to 1/64."""
+    """Merged splits equal attention to all keys, also for scores near 5e5. A state has maximum and sum of weights,
+    because their combination in one float32 LSE would have an error of up to 1/64 there.
+    """
     rng = harness.fresh_rng()
     scores = level + rng.uniform(-4, 4, (ROWS, KEYS))
     values = rng.standard_normal((KEYS, VALUES))
@@ -54,7 +58,7 @@ def test_merged_splits_equal_attention_to_all_keys(form: StateForm, level: float
     weights = np.exp(scores - top[:, None])
     total = weights.sum(axis=1)
     cases: list[tuple[Any, np.ndarray]] = [(None, total)]
-    if not form.log2 or level == 0:  # the kernels round sink · log2(e), an error of up to 2% at 5e5
+    if not form.log2 or level == 0:  # kernels round sink · log2(e); at 5e5 the error is up to 2%
         cases.append((jnp.asarray(sink), total + np.exp(np.float64(sink) - top)))
     for own_sink, denominator in cases:
         out = np.asarray(form.output(merged, own_sink))

@@ -23,8 +23,10 @@ from tests.mosaic.planted_breaks import BREAKS, PlantedBreak
 ROOT = Path(__file__).parents[2]
 COPIED = ("pallas_attn", "models", "scripts", "tests")
 SEEDS = (1, 2, 3)
-"""Seeds of the tests' random inputs. A mistake must fail with one of them. With about one seed in six, a single
-additional visible key among hundreds changes the result by less than the tolerance.
+"""Seeds of the random inputs of tests. With each mistake, the test must fail for at least one seed.
+
+One seed is not enough: if a mistake makes one more key among hundreds visible, the change of the result is below the
+tolerance for about one seed in six.
 """
 
 HANGS_AFTER_SECONDS = 120

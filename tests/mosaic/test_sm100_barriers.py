@@ -2,8 +2,8 @@
 
 Pallas barriers have the option `orders_tensor_core`. Without it, a thread can read TMEM before the tensor core has
 written it, or the reverse. Neither the interpreter nor the compiler reports a missing option. The rule: every barrier
-of a kernel with TMEM must have the option, except barriers at which TMA copies arrive. The tests trace the calls of the
-compile gate (tests/aot) and do not run them.
+of a kernel with TMEM must have the option, except barriers at which TMA copies arrive. The tests trace calls and
+do not run them. The calls are the cases of tests/aot, which compiles kernels without a GPU (the compile gate).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def base(ref: Any) -> Any:
 
 
 def has_tensor_memory(ref: Any) -> bool:
-    """Return whether a ref is in TMEM. Kernels without TMEM need no order."""
+    """Return whether a ref is in TMEM. Barriers of kernels without TMEM do not need the option."""
     return getattr(getattr(base(ref), "aval", None), "memory_space", None) == plgpu.TMEM
 
 
@@ -106,7 +106,9 @@ def test_barriers_order_the_tensor_core(name: str) -> None:
 
 @pytest.mark.parametrize(("ordered", "wrong"), [(True, 0), (False, 1)])
 def test_unordered_barrier_is_found(ordered: bool, wrong: int) -> None:
-    """The kernel has two barriers. A TMA copy arrives at the first one, so only the second one needs the option."""
+    """The search finds a barrier without the option. The kernel has two barriers. A TMA copy arrives at the first
+    barrier, so only the second barrier needs the option.
+    """
 
     def body(x: Any, out: Any, tile: Any, _: Any, full: Any, read: Any) -> None:
         plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], full.at[0])

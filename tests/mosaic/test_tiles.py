@@ -41,8 +41,8 @@ def test_rows_of_a_register(layout: RegisterLayout) -> None:
 
 @LAYOUTS
 def test_fragments_of_a_slice_are_contiguous(layout: RegisterLayout) -> None:
-    """A fragment is two registers of each thread. The fragments of `layout.rows` rows and a multiple of 8 columns must
-    be consecutive.
+    """A fragment is two registers of each thread of the warpgroup. The fragments of a slice of `layout.rows` rows and a
+    multiple of 8 columns must have consecutive registers.
     """
     shape = 2 * layout.rows, 32
     held = tiled(np.arange(math.prod(shape)).reshape(shape), layout.tile.to_mgpu())

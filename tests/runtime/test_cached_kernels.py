@@ -1,4 +1,4 @@
-"""On a GPU, kernels from the cache return the same bits as newly traced kernels.
+"""Tests on a GPU: kernels from the cache of lowered kernels return the same bits as newly traced kernels.
 
 tests/runtime/test_kernel_cache.py has the other tests of the cache.
 """
@@ -31,7 +31,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Return function and arguments of each operation by name."""
+    """Return the function and the arguments of a call of each operation, by the name of the operation."""
     pages = {"num_pages": PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
     kv = jax.tree.map(
         lambda leaf: normal(0, *leaf.shape),
@@ -91,7 +91,10 @@ print("jax.experimental.mosaic.gpu" in sys.modules)
 
 @pytest.mark.gpu
 def test_cached_kernels_run_without_mosaic(tmp_path: Path) -> None:
-    """The kernels are compiled again, with the tools that Mosaic would have found."""
+    """A process that finds its kernels in the cache does not import Mosaic, and returns the same bits.
+
+    It compiles the lowered kernels with the same CUDA tools that Mosaic finds when it is imported.
+    """
     results = []
     for name in ("traced", "cached"):
         variables = os.environ | {kernel_cache.ENVIRONMENT_VARIABLE: str(tmp_path / "kernels")}

@@ -1,4 +1,6 @@
-"""Device that a call is traced for: dispatch, tuning and kernels get the same answer from every source."""
+"""The device that a call is traced for may come from a mesh, the default device or the interpreter. Dispatch, tuning
+and kernels must use the same device.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +27,17 @@ AS_H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, 232448, 228 * 1024)
 
 
 def mesh_of(kind: str, cores: int) -> AbstractMesh:
-    """Return a mesh with the device facts that JAX's meshes have while a call is traced."""
+    """Return a mesh with the facts about its devices that JAX gives while a call is traced: name
+    and number of cores.
+    """
     card = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
     return AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=card)
 
 
 def default_device(card: Any) -> Any:
-    """Make a device the default device; JAX itself accepts only attached devices."""
+    """Return a context in which a device is the default device. It replaces `jax.config`, because JAX accepts only
+    attached devices.
+    """
     return mock.patch.object(device.jax, "config", SimpleNamespace(jax_default_device=card))
 
 
@@ -54,7 +60,9 @@ def test_inside_a_mesh_and_a_traced_function() -> None:
 
 
 def test_a_gpu_mesh_over_a_cpu_as_default_device() -> None:
-    """No such device is attached: name and cores come from the mesh, other facts from the table of architectures."""
+    """No GPU of the mesh is attached. The name and the number of cores come from the mesh, and other facts come from
+    the table of architectures. An unknown name has no other facts.
+    """
     with jax.default_device(jax.devices("cpu")[0]), use_abstract_mesh(mesh_of("NVIDIA H200", 132)):
         assert device.current() == device.Device("gpu", "NVIDIA H200", (9, 0), 132, 227 * 1024, 228 * 1024)
         assert (capability(), capability().num_multiprocessors) == (Capability("gpu", (9, 0)), 132)
@@ -70,7 +78,7 @@ def test_attached_device_describes_the_mesh() -> None:
 
 
 def test_described_device() -> None:
-    """The described device is the default device, also inside a mesh of it."""
+    """A default device that is not attached is used with all its facts, also inside a mesh of devices with its name."""
     with default_device(H200):
         assert device.current() == AS_H200
         assert (capability(), tuning.device_name()) == (Capability("gpu", (9, 0)), "nvidia_h200")
@@ -100,7 +108,9 @@ def test_unknown_number_of_multiprocessors() -> None:
 def test_interpreter_emulates_an_architecture(
     monkeypatch: pytest.MonkeyPatch, named: str | None, architecture: tuple[int, int]
 ) -> None:
-    """XLA compiles for the CPU and uses its configurations; kernels are for the emulated architecture."""
+    """In interpret mode, XLA compiles for the CPU, with configurations for the CPU. Kernels are traced for the emulated
+    architecture.
+    """
     if named is None:
         monkeypatch.delenv(device.INTERPRET_VARIABLE, raising=False)
     else:
@@ -116,7 +126,7 @@ def test_interpreter_emulates_an_architecture(
 
 
 def test_hopper_kernels_are_not_interpreted_for_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operation has no Blackwell kernel."""
+    """If Blackwell is emulated, a call does not run the Hopper kernel of an operation without a Blackwell kernel."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "10.0")
     only_hopper = {("mosaic", (9, 0)): "mosaic_sm90", ("xla", None): "xla"}
     monkeypatch.setitem(dispatch.MODULES, "ragged_attention", only_hopper)

@@ -1,4 +1,4 @@
-"""Choice of the implementation of a call: order of candidates, fallback, errors and warnings."""
+"""Tests of dispatch, which chooses the implementation of a call: order of candidates, fallback, errors and warnings."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def no_default_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FakeCall(OperationCall):
-    """Call of an operation that does not exist."""
+    """Call object of the operation "op", which exists only in these tests."""
 
     op: ClassVar[str] = "op"
 
@@ -62,13 +62,13 @@ def must_not_load(call: Any) -> Any:
 
 @pytest.fixture
 def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Give operation "op" implementations: functions of a call, by name."""
+    """Return a function that registers implementations of the operation "op": functions of a call, by name."""
 
     def register(**functions: Callable[..., Any]) -> None:
         modules = {(name, None): f"fake_{name}" for name in functions}
         monkeypatch.setitem(dispatch.MODULES, "op", modules)
         for name, function in functions.items():
-            function.__qualname__ = "op"  # like a function that a module defines
+            function.__qualname__ = "op"  # the name that a function defined by a module has
             module = SimpleNamespace(op=function, __name__=f"fake_{name}")
             monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
         package = ModuleType("pallas_attn.ops.op")
@@ -83,7 +83,7 @@ def all_names(implement: Callable[..., None]) -> None:
     implement(**{name: works(name) for name in ("reference", "xla", "triton", "mosaic")})
 
 
-# --- the table
+# --- table of implementations
 
 
 @pytest.mark.parametrize("op", dispatch.MODULES)
@@ -160,7 +160,7 @@ def test_environment_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) ->
         dispatch.candidates("op", None)
 
 
-# --- running
+# --- fallback and errors
 
 
 def test_first_supporting_candidate_runs(implement: Callable[..., None]) -> None:
@@ -209,7 +209,7 @@ def test_import_error_is_not_implemented(implement: Callable[..., None], monkeyp
 
 @pytest.fixture
 def of_a_card(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Register implementations like `implement`, with "mosaic" for the current device."""
+    """Return a function that registers "mosaic" and "xla" implementations, and makes an H200 the current device."""
 
     def register(**functions: Callable[..., Any]) -> None:
         implement(**functions)
@@ -243,7 +243,7 @@ def test_broken_backend_is_skipped_with_a_warning(of_a_card: Callable[..., None]
     reason = f"op's 'mosaic' implementation breaks: {type(error).__name__}: .*; 'xla' runs in its place"
     with pytest.warns(RuntimeWarning, match=reason):
         assert dispatch.run(CALL, None) == "xla"
-    assert dispatch.run(CALL, None) == "xla"  # warnings are errors here: the second call does not warn
+    assert dispatch.run(CALL, None) == "xla"  # the second call gives no warning, which would be an error
     with pytest.raises(dispatch.BrokenImplementationError, match=reason.partition(";")[0]) as failure:
         dispatch.run(CALL, "mosaic")
     assert failure.value.__cause__ is error
@@ -298,7 +298,7 @@ def test_broken_last_candidate_is_among_the_reasons(of_a_card: Callable[..., Non
     ]
 
 
-# --- through an operation
+# --- calls of paged_decode and mla_prefill
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def arrays() -> dict[str, Any]:
 
 
 def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
-    """Names of the implementations that received a call, which is only traced."""
+    """Trace a call of `paged_decode`. Return the names of the implementations that supported the call."""
     names, find = [], dispatch.find
 
     def recording(op: str, name: str, *, named: bool) -> Any:
@@ -360,7 +360,9 @@ def test_new_implementation_goes_first_and_may_be_unsupported(
 
 
 def test_environment_variable_does_not_override_names_inside_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel makes its plan with Mosaic or XLA for every default, because the planner has no reference."""
+    """The environment variable names `reference` as default implementation. A Mosaic decode kernel still makes its plan
+    with Mosaic or XLA, because `plan_decode` has no `reference` implementation.
+    """
     pages, ints = jnp.zeros((4, 1, 16, 64), jnp.bfloat16), jnp.ones((1, 4), jnp.int32)
     call = functools.partial(paged_decode, implementation="mosaic")
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")
@@ -373,7 +375,9 @@ def test_environment_variable_does_not_override_names_inside_an_operation(monkey
 def test_environment_variable_does_not_override_names_inside_a_composition(
     implementation: str, environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`mla_prefill` passes its implementation to its parts."""
+    """`mla_prefill` calls other operations. It passes `implementation` to them, so the environment variable has no
+    effect on them.
+    """
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, environment)
     ints, latents = jnp.zeros((1,), jnp.int32), jnp.ones((4, 8))
     arrays = jnp.ones((4, 1, 2)), jnp.ones((4, 1, 2)), latents, PagedLatent(latents[None]), jnp.ones((1, 2, 6))
@@ -485,7 +489,7 @@ DELETIONS = """
 """
 
 
-@pytest.mark.slow  # tests/test_imports.py checks that implementations do not import each other
+@pytest.mark.slow  # `make test` checks imports: tests/test_imports.py
 def test_implementations_work_without_each_other(tmp_path: Path) -> None:
     package = REPOSITORY / "pallas_attn"
     shutil.copytree(package, tmp_path / "pallas_attn", ignore=shutil.ignore_patterns("__pycache__"))

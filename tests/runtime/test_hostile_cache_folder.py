@@ -1,5 +1,7 @@
-"""Folders of cached kernels that other users or damaged programs prepared: nothing is executed, read without end, or
-waited for, and the call returns the right result.
+"""Tests of malicious or damaged folders of cached kernels.
+
+The library must not execute the contents of a file that another user can write, must not read an endless file, must not
+block, and must return the correct result.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ __all__ = ["cache_folder"]
 
 
 def expect_traced(*, warning: str | None = None) -> None:
-    """Run a call like a new process, and check result, that the kernel was traced, and the only warning, if any."""
+    """Run two calls with no kernels in memory, as in a new process.
+
+    Check the results, that both kernels were traced, and that there was only the given warning or no warning.
+    """
     forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -43,7 +48,7 @@ def expect_cached() -> None:
 
 @pytest.fixture
 def kernels(cache_folder: Path) -> list[Path]:
-    """Files of the two kernels of `expect_traced`."""
+    """Return the cache files of the two kernels that `expect_traced` runs."""
     run(Call(X, Y))
     run(Call(X, Y, scale=3.0))
     files = sorted(cache_folder.iterdir())
@@ -73,7 +78,7 @@ def test_folder_that_others_can_write(kernels: list[Path], mode: int) -> None:
 
 
 def test_folder_of_another_user(kernels: list[Path]) -> None:
-    with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):  # root owns the files if root runs the tests
+    with mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1):  # another user runs the process
         if os.geteuid() == 1:
             os.chown(kernels[0].parent, 2, -1)
         expect_traced(warning="other users own it or can write it")
@@ -97,7 +102,7 @@ def test_file_that_others_can_write_is_replaced(kernels: list[Path]) -> None:
 
 
 def link_to_other_kernel(file: Path) -> None:
-    """Make a link to a valid kernel of this user."""
+    """Replace the file by a symbolic link to a copy of it, which is a valid kernel of this user."""
     copy = file.parent.parent / f"copy-{file.name}"
     file.rename(copy)
     file.symlink_to(copy)

@@ -1,4 +1,6 @@
-"""Cached kernels are found by equal calls only, also in other processes, and files are complete."""
+"""Tests of the cache of lowered kernels: only equal calls find a kernel, also in other processes, and files are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Call:
 
 
 def scaled_sum(call: Call) -> tuple[Any, Any]:
-    """An implementation of an operation."""
+    """Stand in for an implementation of an operation. Each trace is recorded in `TRACED`."""
     TRACED.append("scaled_sum")
     if call.scale < 0:
         raise NotImplementedError("takes no negative scale")
@@ -53,7 +55,9 @@ def scaled_sum(call: Call) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Folder of cached kernels for a GPU that a CPU stands in for."""
+    """Use a new cache folder, and make a GPU the current device. Kernels are compiled for the CPU.
+    Return the folder.
+    """
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
@@ -63,7 +67,7 @@ def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
 
 def forget() -> None:
-    """Remove all kernels from memory, like a new process."""
+    """Remove all kernels and records from memory, so that the next call behaves as in a new process."""
     kernel_cache._cached.cache_clear()
     kernel_cache._warn_once.cache_clear()
     TRACED.clear()
@@ -123,7 +127,9 @@ def test_function_without_a_module_name(function: Any, platform: str, monkeypatc
 
 
 def test_cached_implementation_is_not_imported(cache_folder: Path) -> None:
-    """An implementation that is not cached, or another function of the module, is imported; once per kernel."""
+    """The module of an implementation is imported only if a kernel is not cached: once for each new kernel, also for a
+    second function of the same module.
+    """
     imported = []
 
     def load() -> Any:
@@ -164,7 +170,9 @@ def test_key_ignores_paths_that_mosaic_sets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_compile_ahead(cache_folder: Path) -> None:
-    """Within the context, each kernel is compiled on the executor once per process, lowered or cached."""
+    """Inside `compile_ahead`, each kernel is compiled on the executor once per process, whether it was lowered by this
+    process or found in the cache. A compilation error does not fail the call.
+    """
     submitted: list[Any] = []
     threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
     compiled = mock.Mock(side_effect=RuntimeError("no memory"))
@@ -213,7 +221,7 @@ class Tuned:
 
 
 class Opaque:
-    """A static value without a `repr` that determines it."""
+    """A static value that cannot be part of a key, because its `repr` has an address and not its contents."""
 
 
 @pytest.mark.parametrize(
@@ -235,7 +243,9 @@ class Opaque:
 def test_equal_statics_of_different_types_have_different_keys(
     cache_folder: Path, one: Any, other: Any, field: str
 ) -> None:
-    """Static leaves (`window`) and static fields of pytree nodes (`scale`) are described with their types."""
+    """Keys contain the types of static values, so 2 and 2.0 have different kernels. Static values are leaves of the
+    call (`window`) or static fields of a pytree node (`scale`).
+    """
     seen: list[Any] = []
 
     def record(call: Call) -> Any:
@@ -268,12 +278,16 @@ def scaled_window(call: Call) -> Any:
 
 
 def test_key_contains_every_boolean_setting_that_jax_traces_with() -> None:
-    """A setting that is missing makes a kernel lowered with it run without it."""
+    """Flip each boolean setting of JAX. If JAX traces again, the setting must be in the key of cached kernels.
+
+    Otherwise a kernel that was lowered with the setting would run in a process without it. Exceptions are settings
+    without effect on kernels.
+    """
     without_effect = {
-        *("check_vma", "jax_auto_pcast", "jax_remove_size_one_mesh_axis_from_type"),  # types within shard_map
+        *("check_vma", "jax_auto_pcast", "jax_remove_size_one_mesh_axis_from_type"),  # types inside `jax.shard_map`
         *("jax_enable_pgle", "jax_no_execution"),  # execution
         *("jax_use_direct_linearize", "jax_remat_barrier_no_cotangents"),  # gradients
-        "jax_raise_on_ppermute_sort_diff",  # an error
+        "jax_raise_on_ppermute_sort_diff",  # raises an error
     }
     missing = set()
     for name, setting in config.config_states.items():
@@ -287,12 +301,14 @@ def test_key_contains_every_boolean_setting_that_jax_traces_with() -> None:
 
 
 def test_root_is_the_package() -> None:
-    """Changes of kernels must change the digest of the sources."""
+    """The digest that is part of all keys covers the sources of the whole package, so a changed kernel changes the
+    keys.
+    """
     assert Path(pallas_attn.__file__).parent == kernel_cache.ROOT
 
 
 def test_digest_depends_on_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest depends on names and contents of Python and JSON files in all folders, and not on other files."""
+    """The digest depends on the names and contents of Python and JSON files in all folders, and on no other files."""
     monkeypatch.setattr(kernel_cache, "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("x = 1")
@@ -324,7 +340,9 @@ def test_damaged_file_is_rewritten(cache_folder: Path, damage: Any) -> None:
 
 
 def test_unread_files_are_removed(cache_folder: Path) -> None:
-    """Kernels that are read stay, and so do files that are not kernels."""
+    """A write removes kernels that no process has read for UNUSED_DAYS, and unfinished files of the same age. Other
+    kernels, and files that are not kernels, are not removed.
+    """
     run(Call(X, Y))
     (read,) = cache_folder.iterdir()
     unread, half, other = cache_folder / ("0" * 64), cache_folder / "tmp-abc_1", cache_folder / "README"
@@ -377,7 +395,7 @@ def test_lowering_error_is_cached(cache_folder: Path, monkeypatch: pytest.Monkey
 
 
 def collecting(call: Call) -> tuple[Any, Any]:
-    """Like `scaled_sum`, and record whether the garbage collector is enabled."""
+    """Return `scaled_sum(call)`, and record whether the garbage collector is enabled."""
     TRACED.append(f"collecting {gc.isenabled()}")
     return scaled_sum(call)
 
@@ -385,7 +403,7 @@ def collecting(call: Call) -> tuple[Any, Any]:
 @pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_collector_is_disabled_while_lowering(enabled: bool) -> None:
-    """Its former state is restored, also after an exception."""
+    """After lowering, the garbage collector has its former state, also if lowering raised an exception."""
     TRACED.clear()
     if not enabled:
         gc.disable()
@@ -442,7 +460,7 @@ def test_vmap_caches_the_batched_kernel(cache_folder: Path) -> None:
 
 
 def test_mesh_devices_share_one_kernel(cache_folder: Path) -> None:
-    """One device uses the same kernel."""
+    """All devices of a mesh, and a call on one device, use the same cached kernel."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
@@ -498,7 +516,9 @@ def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_concurrent_processes(cache_folder: Path) -> None:
-    """All processes return the same result, and one complete file remains."""
+    """Three processes lower the same kernels at the same time. All return the correct results, and each kernel has one
+    complete file.
+    """
     program = textwrap.dedent("""
         import jax.numpy as jnp
         from pallas_attn.runtime import device, kernel_cache
@@ -541,7 +561,7 @@ print(call_cached(edited_kernel.kernel, x).sum())
 
 
 def run_program(program: str, *arguments: str) -> tuple[float, str]:
-    """Run a program in a new process; return the number that it prints, and its warnings."""
+    """Run a Python program in a new process. Return the number that it prints, and its output on stderr."""
     folder = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=folder, timeout=300
@@ -551,14 +571,15 @@ def run_program(program: str, *arguments: str) -> tuple[float, str]:
 
 
 def test_file_edited_between_import_and_first_call(cache_folder: Path, tmp_path: Path) -> None:
-    """The kernel of the imported text is not stored under a key of the new text."""
+    """The source file of a kernel is edited after its import. The process runs the old kernel with a warning, and does
+    not store it under the key of the new source.
+    """
     source = tmp_path / "source"
     source.mkdir()
     (source / "edited_kernel.py").write_text("SCALE = 2.0\ndef kernel(x):\n    return x * SCALE\n")
-    time.sleep(0.05)  # the file is older than the process
-    number, warning = run_program(
-        EDITED, str(source), "2.0", "3.00"
-    )  # another size: Python compares size and time of a file with its bytecode
+    time.sleep(0.05)  # makes the file older than the process
+    # The new text has another size: Python compares size and time of a source file with its bytecode.
+    number, warning = run_program(EDITED, str(source), "2.0", "3.00")
     assert number == 30.0
     assert "changed after this process started" in warning
     assert run_program(EDITED, str(source)) == (45.0, "")
@@ -576,7 +597,7 @@ def test_package_edited_after_start(
     monkeypatch.setattr(kernel_cache, "_STARTED", time.time() + 10)
 
     def edit() -> None:
-        monkeypatch.setattr(kernel_cache, "_STARTED", time.time() - 10)  # the files are newer
+        monkeypatch.setattr(kernel_cache, "_STARTED", time.time() - 10)  # makes the files newer than the process
 
     def traced(call: Call) -> Any:
         edit()
@@ -593,7 +614,7 @@ def test_package_edited_after_start(
 
 
 def test_start_of_process() -> None:
-    """The start is before the import of this module and not before its parent's exec."""
+    """`_STARTED`, the start time of a process, is after its parent starts it, and before the library is imported."""
     printed = [time.time()]
     number, _ = run_program("from pallas_attn.runtime import kernel_cache; print(kernel_cache._STARTED)")
     printed += [number, time.time()]
@@ -614,7 +635,7 @@ print(out)
 
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_function_without_a_file(cache_folder: Path, how: str) -> None:
-    """Functions of `python -c` and of standard input are cached in memory only."""
+    """A kernel function that `python -c` or standard input defines has no source file. It is cached in memory only."""
     arguments = [how, STDIN] if how == "-c" else [how]
     done = subprocess.run(
         [sys.executable, *arguments],

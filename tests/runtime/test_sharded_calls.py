@@ -1,7 +1,7 @@
-"""Operations on split arrays outside `jax.shard_map`.
+"""Tests of operations on split arrays outside `jax.shard_map`.
 
-Results equal the results of one device and stay split, devices exchange nothing, and splits for which XLA would copy a
-cache raise an error.
+Results equal the results of one device and are split like the arguments. Devices exchange nothing. A split for which
+XLA would gather the cache raises an error.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ BOTH = P("data", None, "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arguments of an operation, and how they are split: one spec per argument, or per array of it.
+    """Arguments of an operation, and their partition specs: one per argument, or one per array of an argument.
 
     Attributes:
-      results: specs of the results.
+      results: partition specs of the results.
       pools: name of an argument that is written and donated.
     """
 
@@ -254,11 +254,13 @@ IN_EVERY_RUN = {
     "auto": ("decode, heads and sequences", "latents, heads and sequences", "write, scales of groups"),
     "explicit": ("decode, a KV head on two devices", "a step of both", "chosen latents"),
 }
-"""Other cases differ only in the operation, whose arrays `test_annotations_give_all_axes` checks."""
+"""Cases of `make test` for each type of mesh axes, except cases that `slow_cases` marks. The other cases run the same
+code for other operations, whose arrays `test_annotations_give_all_axes` checks.
+"""
 
 
 def placed(case: Case, mesh: jax.sharding.Mesh, **others: Any) -> dict[str, Any]:
-    """Return the arguments on the mesh, with copies of arrays that a test may donate."""
+    """Return copies of the arguments, split over the mesh. Tests may donate the copies."""
     specs = {**case.specs, **others}
 
     def put(name: str, value: Any) -> Any:
@@ -272,7 +274,7 @@ def placed(case: Case, mesh: jax.sharding.Mesh, **others: Any) -> dict[str, Any]
 
 
 def collectives(text: str) -> list[str]:
-    """Return the collective operations of a compiled module."""
+    """Return the names of the collective operations in the text of a compiled program."""
     return re.findall(r"= \S+ (all-[a-z-]+|collective-[a-z-]+|reduce-scatter|ragged-all-to-all)[a-z-]*\(", text)
 
 
@@ -304,7 +306,7 @@ def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
     for array, spec in zip(jax.tree.leaves(got), jax.tree.leaves(case.results), strict=True):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), got, want)
-    if case.written:  # updated in place, without temporaries of the pool's size
+    if case.written:  # the pool is updated in place
         pools = jax.tree.leaves(case.arguments[case.written])
         on_device = compiled.memory_analysis().alias_size_in_bytes
         assert on_device >= sum(x.nbytes for x in pools) // (TENSOR if case.specs else 1)
@@ -314,7 +316,7 @@ def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_eager_calls_and_other_implementations(kind: str, implementation: str) -> None:
-    """Concrete arrays also have shardings. (Other tests run `xla` under `jit`.)"""
+    """Calls outside `jax.jit` find the splits of their arrays, too. Other tests run `xla` inside `jax.jit`."""
     case, mesh = CASES["decode, heads and sequences"], mesh_of(kind)
     function = functools.partial(case.function, **case.static, implementation=implementation)
     got = function(**placed(case, mesh))
@@ -325,7 +327,9 @@ def test_eager_calls_and_other_implementations(kind: str, implementation: str) -
 
 
 def test_cache_is_gathered_without_sharded_calls() -> None:
-    """This shows that the search for collectives works."""
+    """Without the code for split arrays, XLA gathers the cache. The test shows that `collectives` finds this, so other
+    tests can fail.
+    """
     case, mesh = CASES["decode, heads and sequences"], mesh_of("auto")
     with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         compiled = jitted(case).lower(**placed(case, mesh)).compile()
@@ -337,7 +341,7 @@ def test_cache_is_gathered_without_sharded_calls() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_numpy_arrays_under_a_mesh(kind: str) -> None:
-    """All devices compute the same result."""
+    """NumPy arrays are replicated over the current mesh. All devices compute the whole result."""
     case, mesh = CASES["latents gathered"], mesh_of(kind)
     want = jitted(case)(**case.arguments)
     with jax.set_mesh(mesh):
@@ -354,7 +358,9 @@ def lowered(name: str, put: Callable[[Any], Any] = lambda x: x) -> str:
 
 @pytest.mark.parametrize("name", ["decode, heads and sequences", "write", "latents gathered"])
 def test_one_device_program_is_unchanged(name: str) -> None:
-    """This includes a mesh of one device."""
+    """A call without split arrays lowers to the same program as without the code for split arrays, also on a mesh of
+    one device.
+    """
     mesh = mesh_of("auto", data=1)
     ours = lowered(name), lowered(name, lambda x: jax.device_put(x, NamedSharding(mesh, P())))
     with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
@@ -386,7 +392,7 @@ def test_program_inside_shard_map_is_unchanged(kind: str, check_vma: bool) -> No
 @pytest.mark.parametrize("over", [None, "data"], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_under_vmap(kind: str, over: str | None) -> None:
-    """The batched axis may be split too."""
+    """A vmap over split queries equals the result on one device. The axis of the vmap may be split, too."""
     mesh = mesh_of(kind)
     q = jnp.stack([DECODE["q"], DECODE["q"] + 1])
     q_split = jax.device_put(q, NamedSharding(mesh, P(over, None, None, "tensor")))
@@ -405,7 +411,7 @@ def test_under_vmap(kind: str, over: str | None) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_scan_writes_in_place(kind: str) -> None:
-    """A scan over layers of a donated cache copies neither the cache nor a device's part of it."""
+    """A scan that writes a donated, split cache three times copies neither the cache nor the part of a device."""
     case, mesh = CASES["write"], mesh_of(kind)
     arguments = placed(case, mesh)
     kv = arguments.pop("kv")
@@ -463,7 +469,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("what", REFUSED)
 def test_unsupported_splits(kind: str, what: str) -> None:
-    """Splits in array types raise while the call is traced, other splits when XLA compiles it."""
+    """An unsupported split raises an error. Axes of type Explicit are part of array types, so the error is raised while
+    the call is traced. With Auto axes, it is raised when XLA compiles the program.
+    """
     name, specs, message = REFUSED[what]
     case, mesh = CASES[name], mesh_of(kind)
     arguments = placed(case, mesh, **specs)
@@ -478,7 +486,7 @@ def test_unsupported_splits(kind: str, what: str) -> None:
 
 
 def plan() -> pa.DecodePlan:
-    """Return a plan of zeros, which no kernel uses."""
+    """Return a plan of zeros. The call raises an error before a kernel uses the plan."""
     plan = jax.eval_shape(pa.plan_decode, *(DECODE[name] for name in ("q", "kv", "block_tables", "kv_lens")))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan)
 
@@ -507,7 +515,9 @@ def test_arguments_that_refer_to_all_devices(name: str, others: dict[str, Any], 
 
 
 def test_heads_not_divisible_by_devices() -> None:
-    """GSPMD supports uneven parts, here 3 KV heads on 2 devices."""
+    """A constraint may split 3 KV heads over 2 devices, because XLA supports parts of unequal size.
+    Operations do not.
+    """
     mesh = mesh_of("auto", tensor=2)
     kv = pa.PagedKV(values(N, 3, PS, D), values(N, 3, PS, D))
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, KV_HEADS))
@@ -534,7 +544,9 @@ def test_shard_map_over_some_axes() -> None:
 
 
 def test_interpreted_kernels_in_custom_partitioning() -> None:
-    """XLA would crash in them."""
+    """Interpreted kernels on Auto axes raise an error, because XLA would crash if
+    `custom_partitioning` contained them.
+    """
     pytest.importorskip("triton")
     case, mesh = CASES["latents gathered"], mesh_of("auto")
     with pytest.raises(
@@ -543,12 +555,12 @@ def test_interpreted_kernels_in_custom_partitioning() -> None:
         jitted(case, "triton").trace(**placed(case, mesh))
 
 
-# --- the table
+# --- coverage of operations and arrays
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_annotations_give_all_axes(name: str) -> None:
-    """Annotations tell all axes of all arrays."""
+    """The type annotations of an operation name the axes of all of its arrays, so all splits can be checked."""
     case = CASES[name]
     held: list[sharded_calls._SplitCall] = []
 

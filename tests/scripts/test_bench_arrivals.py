@@ -1,4 +1,4 @@
-"""Tests of scripts/bench_serving.py: start of the waiting times, and a consistent report."""
+"""Tests of scripts/bench_serving.py: when the waiting time of a request starts, and a consistent report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.bench.engine.arrivals import Arrivals
 
 
 class FakeEngine:
-    """Engine with a fake clock, which only steps and sleeping advance. Each step gives every request a token."""
+    """Engine with a fake clock. Only `step` and `sleep` advance the clock. Each step gives every request one token."""
 
     def __init__(self) -> None:
         self.now, self.durations, self.running = 0.0, [], []
@@ -58,13 +58,13 @@ def test_waiting_starts_when_a_request_is_due(monkeypatch):
     rng = SimpleNamespace(exponential=lambda scale, n: np.array([1.0, 0.5]), integers=np.random.default_rng(0).integers)
     work = Arrivals((1.0,), requests=2, prompt_tokens=4, new_tokens=3, step_tokens=(8,))
     result = arrivals.measure(cast(Any, engine), work, 1.0, 10, cast(Any, rng))
-    # Requests are due at 1 and 1.5. Steps end at 2 (first request), 5, 8 (both), 9 (second request).
+    # Requests are due at 1 s and 1.5 s. Steps end at 2 s (first request only), 5 s, 8 s (both) and 9 s (second only).
     assert engine.durations == [1, 3, 3, 1]
     assert result["ttft_ms"]["p50"] == pytest.approx(1e3 * (1.0 + 3.5) / 2)
     assert result["between_tokens_ms"]["max"] == pytest.approx(3e3)
     assert result["between_tokens_ms"]["p50"] == pytest.approx(3e3)
     assert result["tokens_per_s"] == pytest.approx(6 / 9)
-    assert result["longest_step_over_median"] == 1  # only steps until the last arrival count
+    assert result["longest_step_over_median"] == 1  # later steps, without arrivals, do not count
 
 
 def test_longest_steps_are_described():

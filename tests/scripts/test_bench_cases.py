@@ -1,4 +1,6 @@
-"""Tests of the cases in scripts/bench/cases and scripts/bench/ops: minimum bytes and operations, and arguments."""
+"""Tests of the cases in scripts/bench/cases and scripts/bench/ops: their arguments, and the bytes and operations that a
+call needs at least.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +114,7 @@ def test_latent_slots_are_written_once():
 
 
 def test_latents_are_written_in_place():
-    """If the compiled write copied the pool, the benchmark would measure the copy."""
+    """The benchmark writes to the pool in place. Otherwise it would measure a copy of the pool."""
     case = write_latent.WriteLatentCase(8, 4, "f32", 16, 8, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 
@@ -165,7 +167,7 @@ def test_flashinfer_page_lists_match_the_table():
     )
     wrapper = SimpleNamespace(plan=lambda *args: planned.extend(args), run="run")
     case = MlaDecodeCase(MlaDecode(3, 100, 16, queries=2), varied=True)
-    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # instead of random lengths
+    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # replaces random lengths
     table = np.arange(6).reshape(3, 2)
     assert flashinfer_mla.planned(wrapper, torch, case, table) == "run"
     queries, offsets, indices, lens, *rest = planned

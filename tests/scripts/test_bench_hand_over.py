@@ -29,7 +29,7 @@ def test_report_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_secret_is_in_the_environment_and_not_in_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users can read the arguments of a process."""
+    """The secret of a transfer is in the environment of the other process, because all users can read its arguments."""
     calls: list[tuple[list[str], dict[str, str]]] = []
 
     class Process:

@@ -1,4 +1,8 @@
-"""Tests of `scripts/bench_engine.py --head-windows`: its arithmetic, and a consistent report."""
+"""Tests of `scripts/bench_engine.py --head-windows`: its arithmetic, and a consistent report.
+
+The benchmark compares how many requests fit into a cache if some KV heads have windows, with and without freeing the
+pages outside the windows.
+"""
 
 import dataclasses
 import json
@@ -44,7 +48,7 @@ def files(tmp_path_factory):
         patch.setitem(head_windows.MODELS, "cpu", small)
         patch.setitem(head_windows.SIZES, "cpu", TINY)
         out, plot = (tmp_path_factory.mktemp("windows") / name for name in ("out.json", "rows.png"))
-        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # the reference compiles fastest
+        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # `reference` compiles fastest
         assert bench_engine.main([*args, "--json", str(out), "--plot", str(plot)]) == 0
     return json.loads(out.read_text()), plot
 
@@ -55,7 +59,7 @@ def test_recycling_reaches_the_bound(files):
     (case,) = report["cases"]
     assert case["windowed"] == 7
     assert case["allowed_ratio"] == pytest.approx(8 / (1 + 7 * 18 / 128))
-    assert case["off"]["contexts"] in (3, 4)  # a fourth request may fit until the others reach their full length
+    assert case["off"]["contexts"] in (3, 4)  # a fourth request fits while others are shorter
     assert case["on"]["contexts"] >= 10
     assert case["on"]["cache_bytes"] == case["off"]["cache_bytes"]
     assert case["on"]["steps"] < case["off"]["steps"]

@@ -63,7 +63,7 @@ def test_report_of_a_small_model(tmp_path: Path, capsys):
     assert "data=2, batch 4, context 24: prefill" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # in `make test`, tests/test_parallel.py tests the operation
+@pytest.mark.slow  # `make test` tests split contexts in tests/test_parallel.py
 def test_latent_decode_over_split_contexts_is_timed():
     stopwatch = Stopwatch(samples=1, sample_seconds=0.001)
     found = [*several_devices.decode_over_contexts(SplitDecode(2, 256, 8, 16, 2), stopwatch)]
@@ -105,7 +105,7 @@ def test_cases_with_too_many_tokens_are_skipped():
     assert work.engine_config().num_pages < 4 * 512 // 64
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_processes.py has engines in two processes
+@pytest.mark.slow  # `make test` tests engines in two processes in tests/models/test_processes.py
 def test_two_processes_measure_one_model(tmp_path: Path):
     out = tmp_path / "mesh.json"
     with socket.socket() as free:

@@ -1,5 +1,5 @@
-"""Tests of scripts/bench_ops.py: a consistent report, timing, cases, and failures that do not stop the run. Times are
-not tested.
+"""Tests of scripts/bench_ops.py: a consistent report, timing, cases, and failures that do not stop the run. The tests
+do not check how long calls take.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ RATES = Rates(copy=4e12, matrix=8e14)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Patch the benchmark to use chains of three calls, and to skip the measurement of copy and GEMM rates."""
+    """Patch the benchmark: time chains of three calls, and use fixed copy and GEMM rates instead of measured rates."""
     monkeypatch.setattr(pools, "MAX_CALLS", 3)
     monkeypatch.setattr(pools, "MIN_CALLS", 3)
     monkeypatch.setattr(plan_bench, "MAX_CALLS", 3)
@@ -42,7 +42,7 @@ def quick(monkeypatch):
 
 
 CALLS = dict.fromkeys(("ragged_attention", "paged_prefill", "mla_prefill"), 2)
-"""Number of calls per chain, for operations whose chains `quick` does not shorten."""
+"""Number of calls of a timed chain, for operations whose chains the fixture `quick` does not shorten."""
 
 
 def run(operation, tmp_path, *more):
@@ -62,7 +62,8 @@ def run(operation, tmp_path, *more):
         ("plan_decode", "", "xla"),
         ("write_kv", "int8-head", "xla"),
         *(
-            pytest.param(*more, marks=pytest.mark.slow)  # the same code writes the reports of all operations
+            # Slow, because one function writes the reports of all operations, and the two cases above test it.
+            pytest.param(*more, marks=pytest.mark.slow)
             for more in (
                 ("paged_decode", "int8-head", "xla"),
                 ("mla_decode", "f32", "xla"),
@@ -280,7 +281,9 @@ def test_chain_reports_time_per_call():
 
 
 def test_gpu_only_steps(monkeypatch):
-    """With the backend patched to "gpu", a chain is compiled with the GPU options, and the host time is measured."""
+    """On a GPU, a chain is compiled with options for GPUs, and the host time is measured. The test
+    patches the backend.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     timed = Stopwatch(0.001, 1).chain(multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8))
     assert timed.fields()["host_us"] > 0
@@ -291,7 +294,7 @@ def test_gpu_only_steps(monkeypatch):
 
 
 def test_writes_are_in_place():
-    """If the compiled write copied the pool, the benchmark would measure the copy."""
+    """The benchmark writes to the pool in place. Otherwise it would measure a copy of the pool."""
     case = write_kv.WriteKVCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 

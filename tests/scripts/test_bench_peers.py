@@ -43,7 +43,7 @@ def scores_of(q, k):
 
 
 def cached(pages, table, length):
-    """Gather [K, H, D] of one sequence from pages [N, P, H, D]."""
+    """Return the keys or values [K, H, D] of one sequence from pages [N, ps, H, D]."""
     return np.asarray(pages[table], np.float32).reshape(-1, *pages.shape[2:])[:length]
 
 
@@ -129,7 +129,7 @@ MODULES = {
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Install the fake packages, with numpy instead of torch."""
+    """Install fake packages FlashMLA and FlashAttention-3, which use NumPy instead of PyTorch."""
     torch = SimpleNamespace(cat=np.concatenate, bfloat16="bf16")
     for module in (flash_mla, flash_attention):
         monkeypatch.setattr(module, "as_torch", np.asarray)
@@ -139,7 +139,7 @@ def installed(monkeypatch):
 
 
 def first_output(contender, case, arrays):
-    """Return the output of the first call of a baseline, and the number of its calls."""
+    """Return the output of the first call that a baseline would time, and the number of calls."""
     found: list[Any] = []
 
     def graph(calls, *, compared):
@@ -163,7 +163,7 @@ def varied(case, *lens):
     ("queries", "contender"),
     [
         (1, flash_attention.mla),
-        pytest.param(1, flash_mla.decode, marks=pytest.mark.slow),  # has the same inputs as FlashAttention-3
+        pytest.param(1, flash_mla.decode, marks=pytest.mark.slow),  # FlashAttention-3 has the same inputs
         pytest.param(2, flash_attention.mla, marks=pytest.mark.slow),
         pytest.param(2, flash_mla.decode, marks=pytest.mark.slow),
     ],

@@ -1,4 +1,6 @@
-"""Tests of `scripts/bench_engine.py --config v2-lite`: its floors (roofline times), and a consistent report."""
+"""Tests of `scripts/bench_engine.py --config v2-lite`: its floors (the roofline times of a step), and a consistent
+report.
+"""
 
 import dataclasses
 import functools
@@ -50,7 +52,7 @@ def test_steps_read_the_experts_of_their_tokens(model):
     every = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(nnx.state(model)))
     assert costs.dense_bytes + costs.routed_bytes == every - 2 * CONFIG.vocab_size * CONFIG.hidden_size
     experts = 2 * CONFIG.n_routed_experts * 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size
-    assert costs.routed_bytes == experts  # only the second layer has experts
+    assert costs.routed_bytes == experts  # only the second layer has routed experts
     assert costs.weight_bytes(1) == costs.dense_bytes + experts * 2 / 4
     assert costs.weight_bytes(2) == costs.dense_bytes + experts * 3 / 4
     assert costs.weight_bytes(100) == pytest.approx(costs.dense_bytes + experts)
@@ -77,7 +79,7 @@ def test_early_requests_decode_until_the_last_prompt_is_done():
 # --- runs
 
 
-@pytest.mark.slow  # in `make test`, test_bench_engine.py has a report of small models
+@pytest.mark.slow  # test_bench_engine.py has more tests of reports
 def test_report_is_consistent(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
     monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, page_size=16))
@@ -111,7 +113,9 @@ def test_all_requests_decode_together_despite_few_prompts_per_step(model):
 
 
 def test_cases_beyond_the_time_limit_are_skipped(monkeypatch, model):
-    """The second case takes ten times its floor, so the third case is expected to take ten times its floor, too."""
+    """A case is skipped if it would exceed the time limit. The second case takes ten times its floor (roofline time),
+    so the benchmark expects the same factor for the third case.
+    """
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
     monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
     stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=(), num_steps=0)

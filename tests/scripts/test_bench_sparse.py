@@ -1,4 +1,7 @@
-"""Tests of scripts/bench_sparse.py, which decodes over imported caches: a consistent report. Times are not tested."""
+"""Tests of scripts/bench_sparse.py, which measures sparse and dense decoding over caches with random contents.
+
+The tests check that the report is consistent. They do not check times.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 from scripts import bench_sparse
 
 
-@pytest.mark.slow  # compiles four engines; in `make test`, tests/models/test_sparse.py tests the engine
+@pytest.mark.slow  # compiles four engines; tests/models/test_sparse.py has more tests of the engine
 def test_report_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     sizes = ["--cases", "2x96", "1x192", "--page-size", "16", "--new-tokens", "4", "--caches", "fp8"]

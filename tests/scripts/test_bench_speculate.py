@@ -1,4 +1,8 @@
-"""Tests of scripts/bench_speculate.py: its bound, and drafts that are correct at the given rate."""
+"""Tests of scripts/bench_speculate.py, the benchmark of speculative decoding.
+
+The tests check the bound (roofline) of the speed, and that drafts are correct at the given rate. The model of the
+benchmark has a table with the next token of each token, so drafts of a known quality can be made.
+"""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,7 +79,7 @@ def test_cases_have_room_for_all_tokens():
 
 @pytest.mark.slow
 def test_model_follows_its_table():
-    """Drafts that follow the model's table are accepted at the given rate, so the table has the model's next tokens."""
+    """Drafts from the table are accepted at the given rate, so the model really generates the tokens of its table."""
     work = DraftingWork((2,), (16,), (1.0, 0.0), num_drafts=1, new_tokens=8, page_size=16, max_batched_tokens=32)
     model, table = following_model(CONFIG, "float32", AttentionSettings())
     tabled = TabledProposer(table, 1.0)

@@ -1,4 +1,4 @@
-"""Tests of scripts/tools/cache_costs.py: the computed differences, and the report of one model."""
+"""Tests of scripts/tools/cache_costs.py, which compares the logits of a model with different dtypes of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ GOLDENS = cache_costs.ROOT / "tests" / "goldens"
 
 
 def test_costs_of_a_small_example() -> None:
-    """The logits of two positions and two tokens. The logits of the second position are exchanged."""
+    """Compare logits of two positions and two tokens. At the second position, the logits of the two tokens are
+    exchanged.
+    """
     wanted = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32)
     found = cache_costs.cost(np.array([[1.0, 0.0], [2.0, 0.0]], np.float32), wanted)
     high = 1 / (1 + np.exp(-2.0))
@@ -30,8 +32,8 @@ def test_costs_of_a_small_example() -> None:
 
 @pytest.mark.slow
 def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
-    """If the baseline of the tool equals the golden logits, differences of other cache dtypes are due to rounding
-    only.
+    """The baseline of the tool, a cache with the dtype of the weights, has the golden logits. Differences of other
+    dtypes are therefore due to rounding.
     """
     golden = GOLDENS / "qwen3-window"
     sequences = cache_costs.sequences_of(golden)
@@ -45,7 +47,7 @@ def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
             np.testing.assert_array_equal(greedy, arrays[f"tokens_{i}"])
 
 
-@pytest.mark.slow  # compiles four models; `make test` makes the table of the committed report
+@pytest.mark.slow  # compiles four models; `make test` tests only the committed report
 def test_each_cache_dtype_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +71,9 @@ def test_unknown_goldens_are_errors(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_every_golden_is_in_the_committed_report() -> None:
-    """The report has, for each golden and both dtypes of weights, all cache dtypes that the model supports."""
+    """The committed report has all cache dtypes that a model supports, for each model in tests/goldens and for weights
+    in float32 and bfloat16.
+    """
     report = json.loads((cache_costs.ROOT / "benchmarks" / "results" / "cache_costs.json").read_text())
     names = {path.parent.name for path in GOLDENS.glob("*/golden.npz")}
     found = {(case["model"], case["weights"], case["cache"]) for case in report["cases"]}

@@ -1,4 +1,6 @@
-"""Tests of scripts/calibrate.py: run_decode.py reads its file, and wrong input is an error."""
+"""Tests of scripts/calibrate.py, which writes a file with the scales of a quantised cache. run_decode.py reads the
+file, and wrong input is an error.
+"""
 
 import json
 
@@ -15,7 +17,7 @@ QWEN3 = GOLDEN.with_name("qwen3")
 IDS = ["--prompt-ids", str(QWEN3 / "prompts.json")]
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_calibration.py compares the scales
+@pytest.mark.slow  # `make test` tests the scales in tests/models/test_calibration.py
 def test_run_decode_reads_the_scales(tmp_path, capsys):
     scales, out = tmp_path / "scales.safetensors", tmp_path / "out.json"
     assert calibrate.main(["--model", str(QWEN3), *IDS, "--out", str(scales)]) == 0

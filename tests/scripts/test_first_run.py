@@ -57,7 +57,7 @@ def test_kernels_support_the_smallest_calls(capsys: pytest.CaptureFixture[str], 
 
 
 def test_hanging_process_is_killed() -> None:
-    """The child processes are killed, too, and the output that was written before is returned."""
+    """A process that exceeds its time limit is killed with its child processes. Its output until then is returned."""
     began = time.monotonic()
     child = "import subprocess, sys; print('said', flush=True); subprocess.run(['sleep', '60'])"
     ended = first_run.run_process(["-c", child], 1.0)
@@ -102,8 +102,8 @@ def test_file_with_hanging_tests_only_is_abandoned(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_contract_suite_runs_as_on_a_gpu(tmp_path: Path) -> None:
-    """Without a GPU, the contract tests have the same names and are interpreted, so the part "contract" can run one
-    file.
+    """The part "contract" of the script runs the contract tests. The test runs one file of them. Without a GPU, the
+    tests have the same names, and kernels are interpreted.
     """
     file = CONTRACT.with_name("test_surroundings.py")
     with mock.patch.object(first_run, "run_process", wraps=first_run.run_process) as process:

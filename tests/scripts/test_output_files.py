@@ -103,7 +103,7 @@ def test_existing_file_keeps_its_permissions(old: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, 0o644, 0o400])
 def test_private_file_is_readable_by_its_owner_only(tmp_path: Path, before: int | None) -> None:
-    """Also while it is written, and if it replaces a file with other permissions."""
+    """A private file has mode 0600, also while it is written, and if it replaces a file with other permissions."""
     path = tmp_path / "cache"
     if before is not None:
         path.write_text("old")
@@ -187,7 +187,7 @@ def test_unwritable_paths_are_errors_beforehand(tmp_path: Path) -> None:
     assert refusal(both, folder / ".." / "both") == f"--1: cannot write {folder}/../both: --0 does"
     check_outputs({"--0": Path("/dev/null"), "--1": Path("/dev/null"), "--2": None})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)  # the test may run as root, who may write anywhere
+        patch.setattr(os, "access", lambda path, mode: False)  # also forbids root to write
         assert refusal(both) == f"--0: cannot write {both}: permission denied"
 
 
@@ -195,7 +195,9 @@ WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?[
 
 
 def test_every_command_writes_files_with_output_file() -> None:
-    """The exceptions in `own` are the implementation, and tools that create new folders."""
+    """Scripts write files with `output_file`. Exceptions are its implementation, and tools that
+    write into new folders.
+    """
     tools = {
         f"scripts/tools/{name}.py" for name in ("make_goldens", "rope_goldens", "tokenizer_layouts", "wide_latents")
     }

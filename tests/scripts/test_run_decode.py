@@ -52,7 +52,7 @@ def stdout(files):
     command = ["--model", GOLDEN, "--prompt-ids", GOLDEN / "prompts.json", *SIZES, "--max-tokens", 24, "--verify"]
     command += ["--json", files / "out.json", "--dump-logits", files / "logits.bin", "--plot", files / "plot"]
     command += ["--profile", files / "trace" / "of" / "run"]
-    # Run in a new process without the tests' jax settings, but with their cache of compiled programs.
+    # The new process has none of the JAX settings of the tests, except their cache of compiled programs.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -106,7 +106,7 @@ class TestResults:
                 np.testing.assert_allclose(logits[cached:], golden[f"logits_{i}"][cached:], atol=1e-4)
 
     def test_requests_have_exactly_the_documented_keys(self, result):
-        documented = documented_keys("of a request") - {"text", "drafted", "accepted"}  # only with other options
+        documented = documented_keys("of a request") - {"text", "drafted", "accepted"}  # need other options
         assert list(result) == ["requests", "run"]
         for request, prompt in zip(result["requests"], PROMPTS, strict=True):
             assert set(request) == documented
@@ -158,7 +158,7 @@ class TestResults:
         assert list((files / "trace" / "of" / "run").rglob("*.xplane.pb"))
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_engine.py has an engine without both
+@pytest.mark.slow  # tests/models/test_engine.py has more tests of both features
 def test_tokens_without_chunked_prefill_and_prefix_cache(run_json, write_ids, golden):
     result = run_json(*SMALL, *write_ids([*PROMPTS[:2], PROMPTS[1]]), "--no-chunked-prefill", "--no-prefix-caching")
     assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in (0, 1, 1)]
@@ -190,7 +190,7 @@ def test_prefix_cache_file_of_another_model_is_an_error(usage_error, write_ids, 
     assert "--prefix-cache: not with --no-prefix-caching" in usage_error(*run, "--no-prefix-caching")
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_engine.py has sampling
+@pytest.mark.slow  # tests/models/test_engine.py has more tests of sampling
 def test_samples_depend_on_seed_and_position_only(run_json, write_ids):
     sampling = [*SMALL, "--temperature", "1", "--top-k", "50", "--top-p", "0.95", "--ignore-eos"]
     result = run_json(*sampling, *write_ids(PROMPTS[1:3]), "--verify")
@@ -207,7 +207,7 @@ def test_implementation_and_mla_options(run_json, write_ids):
     assert run["verified"] is True
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_engine_windows.py has int8 caches
+@pytest.mark.slow  # `make test` tests int8 caches in tests/models/test_engine_windows.py
 def test_kv_dtype_int8_of_keys_and_values(run_json, write_ids):
     qwen3 = GOLDEN.with_name("qwen3")
     prompts = json.loads((qwen3 / "prompts.json").read_text())[1:3]
@@ -219,7 +219,7 @@ def test_kv_dtype_int8_of_keys_and_values(run_json, write_ids):
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_latents_8bit.py has fp8 latents
+@pytest.mark.slow  # tests/models/test_latents_8bit.py has more tests of fp8 latents
 def test_kv_dtype_fp8_of_latents(run_json, write_ids, tmp_path):
     config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1, kv_lora_rank=128)  # one layer compiles fast
     save_random_checkpoint(tmp_path / "model", config)
@@ -230,10 +230,11 @@ def test_kv_dtype_fp8_of_latents(run_json, write_ids, tmp_path):
     assert [len(ids) for ids in outputs(result)] == [6, 6]
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_sparse.py has sparse attention
+@pytest.mark.slow  # tests/models/test_sparse.py has more tests of sparse attention
 def test_index_topk_option(run_json, write_ids, tmp_path):
-    """The model selects 2,000 keys, more than the prompts have, unless the option changes it. `--verify` compares with
-    a run without a cache, which selects keys with the same option.
+    """`--index-topk` replaces the number of selected keys of the model, which is 2,000 and more than the prompts have.
+
+    `--verify` compares with a run without a cache, which has the same option.
     """
     tiny = dataclasses.replace(PRESETS["glm-tiny"], num_hidden_layers=2, indexer_types=("full", "shared"))
     config = dataclasses.replace(tiny, index_topk=2000)
@@ -245,9 +246,11 @@ def test_index_topk_option(run_json, write_ids, tmp_path):
     assert {"write_index_keys", "index_top_k", "mla_sparse"} <= result["run"]["implementation"].keys()
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_engine_windows.py has head windows
+@pytest.mark.slow  # `make test` tests head windows in tests/models/test_engine_windows.py
 def test_head_windows_option(run_json, write_ids, tmp_path):
-    """The int8 cache is used so that this test and the test of `--kv-dtype int8` share a compiled model."""
+    """`--head-windows` changes the tokens, and the run without a cache has the same tokens. The cache is int8, because
+    another test compiles the same model with an int8 cache.
+    """
     qwen3, windows = GOLDEN.with_name("qwen3"), tmp_path / "windows.json"
     windows.write_text(json.dumps([None, 5, {"window": [None, 4], "sink_tokens": [0, 2]}]))
     prompt = json.loads((qwen3 / "prompts.json").read_text())[2]
@@ -273,7 +276,7 @@ class TestTexts:
     def test_chat_template_is_applied(self, run_json, text_model):
         template = "{{ messages[0].content }} w9{% if add_generation_prompt %} w8{% endif %}"
         (text_model / "chat_template.jinja").write_text(template)
-        asked = [*SIZES, "--prefill-buckets", "16", "--max-tokens", "1"]  # the bucket of other tests, already compiled
+        asked = [*SIZES, "--prefill-buckets", "16", "--max-tokens", "1"]  # other tests have compiled this bucket
         result = run_json("--model", text_model, *asked, "--prompt", "w1 w2", "w3")
         assert [request["prompt_tokens"] for request in result["requests"]] == [4, 3]
 
@@ -340,7 +343,9 @@ def test_interrupt_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path
 @slow_cases("1")
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
 def test_ctrl_c_at_any_line_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path, at, golden):
-    """KeyboardInterrupt is raised at the `at`-th executed line of the engine and its pools."""
+    """Ctrl-C at any line of the engine and its pools loses no decoded token. The test raises KeyboardInterrupt at the
+    line that is executed as number `at`.
+    """
     engines, engine_of = [], run_decode._engine
     fault = Fault(at)
 
@@ -418,7 +423,7 @@ def test_nonfinite_logits_are_reported(monkeypatch, capsys, write_ids, tmp_path,
     assert result["run"].get("verified") == (False if asked else None)
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_batch_invariance.py compares bits
+@pytest.mark.slow  # `make test` compares bits in tests/models/test_batch_invariance.py
 def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, write_ids, golden):
     asked = ["--model", GOLDEN, "--page-size", "4", "--max-tokens", "6", "--max-num-seqs", "2", "--batch-invariant"]
     asked += ["--max-batched-tokens", "9", "--max-model-len", "160", "--no-recycling", "--max-prefill-seqs", "1"]
@@ -450,7 +455,10 @@ def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tm
 
 @pytest.mark.slow
 def test_drafts_of_another_checkpoint(run_json, write_ids, tmp_path):
-    """The model drafts for itself, so all drafts are accepted. `--verify` compares with decoding without drafts."""
+    """A checkpoint can draft for a model. In this test, both are the same checkpoint, so all drafts are accepted.
+
+    `--verify` compares with decoding without drafts.
+    """
     config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)
     save_random_checkpoint(tmp_path / "model", config)
     asked = ["--model", tmp_path / "model", *SIZES, *write_ids(PROMPTS[:2]), "--max-tokens", 24, "--dtype", "float32"]
@@ -474,7 +482,7 @@ def test_drafts_of_the_prediction_module(run_json, write_ids):
     assert result["run"]["drafted"][0] > 0
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_runner.py has padded steps
+@pytest.mark.slow  # `make test` tests padded steps in tests/models/test_runner.py
 def test_bucket_options(run_json, write_ids, golden):
     asked = ["--model", GOLDEN, "--page-size", "4", "--num-pages", "26", "--max-tokens", "6"]
     asked += ["--decode-buckets", "1,2", "--prefill-buckets", "16", "--implementation", "reference"]
@@ -488,7 +496,7 @@ def test_bucket_options(run_json, write_ids, golden):
     "flags",
     [
         ("--plot", "--json"),
-        pytest.param(("--dump-logits", "--plot", "--json"), marks=pytest.mark.slow),  # written by the same code
+        pytest.param(("--dump-logits", "--plot", "--json"), marks=pytest.mark.slow),  # the same code writes logits
     ],
     ids=["", "and logits"],
 )
@@ -517,7 +525,8 @@ def test_tokenizer_failure_at_the_output_keeps_other_results(capsys, text_model,
     parts = json.loads(path.read_text())
     parts["model"]["vocab"] = {"w" * (i + 1): i for i in range(256)}
     parts["model"]["unk_token"] = "w"
-    parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}  # strips past the word
+    # The decoder strips more characters than the word has, and fails.
+    parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}
     path.write_text(json.dumps(parts))
     args = ["--model", text_model, *SIZES, "--max-tokens", "2", "--prompt", "w " * 12, "ww " * 12, "--json", out]
     assert run_decode.main(list(map(str, args))) == 3
@@ -553,7 +562,7 @@ def test_decoded_tokens_survive_a_verification_failure(monkeypatch, capsys, writ
     out = tmp_path / "out.json"
 
     def fail(*args, **kwargs):
-        assert len(json.loads(out.read_text())["requests"]) == 2  # written before the verification, which may be killed
+        assert len(json.loads(out.read_text())["requests"]) == 2  # exists before verification, which may be killed
         raise error
 
     monkeypatch.setattr(run_decode, "verify", fail)
@@ -611,7 +620,7 @@ def test_help_has_examples_and_exit_status(capsys):
     assert "default: None" not in text
 
 
-@pytest.mark.slow  # in `make test`, tests/models/test_mesh.py has goldens on two devices
+@pytest.mark.slow  # `make test` tests two devices in tests/models/test_mesh.py
 @pytest.mark.parametrize("axis", ["tensor", "data"])
 def test_two_devices_decode_the_same_tokens(run_json, axis):
     if len(jax.devices()) < 2:
@@ -628,8 +637,10 @@ def test_two_devices_decode_the_same_tokens(run_json, axis):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor=2", "expert=2"])
 def test_experts_in_bfloat16_verify_on_two_devices(run_json, layout):
-    """In bfloat16, the router scores of a few tokens are nearly tied, so rounding can select other experts. `--verify`
-    must accept this. With `tensor=2` on a CPU, the logits of one token differ by more than the tolerance.
+    """`--verify` accepts differences that come from another selection of experts.
+
+    In bfloat16, the router scores of some tokens are nearly equal, so rounding can change the selected experts. With
+    `tensor=2` on a CPU, the logits of one token differ by more than the tolerance for this reason.
     """
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")

@@ -1,4 +1,6 @@
-"""Tests of input errors of scripts/run_decode.py: one line on stderr, exit status 2, and no step is run."""
+"""Tests of input errors of scripts/run_decode.py. Each prints one line on stderr, has exit status
+2, and runs no step.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Tests of scripts/tools/tile_budget.py and sass.py: instruction groups, loops, and cycles per tile of a listing."""
+"""Tests of scripts/tools/tile_budget.py and sass.py, which read listings of the machine instructions (SASS) of kernels.
+
+The tools find the main loop of a kernel, count its instructions by groups, and compute cycles per tile.
+"""
 
 import json
 import re
@@ -16,7 +19,7 @@ LISTING = Path(__file__).parent / "stream_matmul.sass"
 SAMPLE = LISTING.read_text()
 COUNTS = {
     "tensor": 4,
-    "load": 18,  # 16 from shared memory, and 2 TMA copies of later tiles
+    "load": 18,  # 16 loads from shared memory, and 2 TMA copies for later tiles
     "convert": 16,
     "barrier": 9,
     "uniform": 37,
@@ -102,8 +105,8 @@ def test_opcodes_have_pipe_cycles(opcode, cycles):
 
 
 def test_main_loop_of_a_kernel_is_found():
-    """The main loop includes the branch around a barrier wait. It includes neither the inner loop that polls the
-    barrier nor the trap after the kernel's end.
+    """The main loop has the branch that skips a barrier wait. It has neither the inner loop that polls the barrier, nor
+    the trap after the end of the kernel.
     """
     (body,) = main_loops(parse(SAMPLE))
     assert Counter(instruction.group for instruction in body) == COUNTS
@@ -168,8 +171,8 @@ def test_budget_counts_instructions_and_cycles():
 
 
 def test_loop_over_several_tiles_costs_the_same_per_tile():
-    """If a tile has half the multiply-adds of an iteration, the loop is unrolled twice; if it has twice as many, two
-    warpgroups share the tile.
+    """Counts are per tile. If an iteration has twice the multiply-adds of a tile, it processes two tiles (unrolling).
+    If it has half of them, two warpgroups share a tile.
     """
     whole = tile_budget(SAMPLE)
     half = tile_budget(SAMPLE.replace("524288", str(524288 // 2)))
@@ -214,8 +217,10 @@ def test_the_table(capsys):
 
 
 def test_forecasts_and_times_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number of tiles follows from the multiply-adds of the call, which give more tiles than its bytes. The tensor
-    cores take longer than the bytes.
+    """The table compares the forecast time of a call with its measured time.
+
+    The number of tiles is the larger of two numbers: from the multiply-adds and from the bytes of the call. In this
+    test, multiply-adds give more tiles, and the tensor cores take longer than the copies.
     """
     sample = tmp_path / "paged-prefill-d128.sass"
     sample.write_text(SAMPLE)
@@ -233,7 +238,9 @@ def test_forecasts_and_times_are_compared(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_cases_exist(name: str) -> None:
-    """Each measured case is in its result file, and each kernel is a case of the compile gate."""
+    """Each case of the table of forecasts is in a file of benchmark results, and its kernel is
+    compiled by tests/aot.
+    """
     operation, case = MEASURED[name]
     report = json.loads((RESULTS / f"{operation}_nvidia_h200.json").read_text())
     assert [entry for entry in report["cases"] if entry["case"] == case and "mosaic" in entry["results"]]

@@ -1,5 +1,5 @@
-"""Tests of the interpreter of Triton kernels: 16-bit and 8-bit arithmetic, and detection of mistakes in kernels, which
-the tests plant.
+"""Tests of the interpreter of Triton kernels: 16-bit and 8-bit arithmetic, and detection of mistakes in kernels. The
+tests run kernels that have mistakes on purpose.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def _to_e4m3(x_ptr, out_ptr, N: tl.constexpr):
 
 
 def test_e4m3_is_rounded_to_nearest_even() -> None:
-    """The inputs are all e4m3 numbers, the midpoints of adjacent numbers, and the float32 numbers next to midpoints."""
+    """The inputs are all e4m3 numbers, the midpoints of adjacent e4m3 numbers, and the float32 numbers next to
+    midpoints.
+    """
     held = np.arange(0x7F, dtype=np.uint8).view(E4M3).astype(np.float32)
     between = (held[1:] + held[:-1]) / 2
     x = np.concatenate([held, between, np.nextafter(between, 0), np.nextafter(between, np.float32(1e3)), [np.nan]])
@@ -100,7 +102,7 @@ def test_fused_multiply_add_rounds_once() -> None:
     x, y = np.array([500_001, 1 + 2**-23, 3, 7], np.float32), np.array([1.4426950, 1 - 2**-23, 0.1, 1 / 7], np.float32)
     z = -(x * y)
     (out,) = run(_multiply_add, [x, y, z], [shape(4)], (1,), {})
-    assert out.any()  # x * y - round(x * y); it would be 0 if the product were rounded separately
+    assert out.any()  # z is -round(x * y), so a product that is rounded separately would give 0
     assert_same_bits([out], [(x.astype(np.float64) * y + z).astype(np.float32)])
 
 
@@ -176,7 +178,9 @@ def _counted(x_ptr, held_ptr, counts_ptr, FLAW: tl.constexpr):
 
 
 def test_atomic_additions() -> None:
-    """Atomic additions of several programs to one element are accepted, if no program loads or stores the element."""
+    """Several programs may add to one element atomically. It is an error if a program also loads or
+    stores the element.
+    """
 
     def count(flaw: str) -> Any:
         x, zeros = np.array([0, 1, 1, 3, 3, 3, 0, 1], np.int32), np.zeros(4, np.int32)

@@ -1,4 +1,4 @@
-"""Tests of launches of interpreted Triton kernels from jax, in jit, vmap, loops and shard_map; and of dispatch."""
+"""Tests of running interpreted Triton kernels from JAX, inside jit, vmap, loops and shard_map, and of choosing them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_under_jit_vmap_and_in_a_loop() -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_operation_inside_shard_map(check_vma: bool) -> None:
-    """Pages are sharded over two devices. Each device writes to its shard."""
+    """Pages, tokens and slots are split over two devices. Each device writes its tokens to its pages."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), "x")
     pages, latent = jnp.zeros((4, 2, 32)), jnp.ones((6, 32)) * jnp.arange(6.0)[:, None]
     slots = jnp.array([0, 3, -1, 2, 1, 0], jnp.int32)

@@ -21,8 +21,8 @@ from tests.kit.slow_cases import slow_cases
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
-# The cases have 64 query rows, and several steps of 64 tokens of both kinds. In the sequence of 128 tokens, the last
-# step needs a mask, because the first of two queries does not see the last token.
+# The cases have 64 query rows (heads times query tokens), and steps of 64 tokens with and without a mask. The sequence
+# of 128 tokens needs a mask in its last step, because the first of two queries does not see the last token.
 LATENTS = {
     "one query, absent pages": MlaCase(
         kv_lens=(0, 200, 64), heads=64, page_size=64, pages_per_row=4, num_pages=16, dtype="bfloat16", absent_pages=True

@@ -47,7 +47,9 @@ def test_padded_widths(name: str) -> None:
 @slow_cases("8.6")
 @pytest.mark.parametrize("capability", ["8.6", "9.0", pytest.param("12.0", marks=pytest.mark.slow)])
 def test_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
-    """GPUs with less shared memory get smaller tiles. GPUs before sm89 have no instructions for float8."""
+    """Results are correct with the tiles for other GPUs. GPUs with less shared memory have smaller tiles, and kernels
+    for GPUs before sm89 convert float8 without float8 instructions.
+    """
     monkeypatch.setenv(device.INTERPRET_VARIABLE, capability)
     case = paged_cases.shape(2, 1, 128, 16, cache_dtype=paged_cases.FP8, scales=4, kv_lens=(0, 64), q_lens=(0, 1))
     inputs = Inputs.draw(replace(case, dtype="bfloat16"), harness.fresh_rng())
@@ -66,7 +68,9 @@ def test_wide_heads_are_unsupported() -> None:
 
 
 def test_plan_decode_for_triton() -> None:
-    """XLA computes the plan. Its number of programs is the number of Triton programs that run at the same time."""
+    """`plan_decode` for Triton runs in XLA, and plans for the number of Triton programs that run at the same time. A
+    plan for another implementation is an error.
+    """
     case = replace(paged_cases.SAMPLE, dtype="bfloat16")
     arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).decode())
     shown = {name: arrays[name] for name in ("q_lens", "window") if name in arrays}

@@ -1,7 +1,8 @@
 """Tests of the Triton kernels that select the highest scores.
 
-With few rows of scores, several programs share a row. With many rows, one program selects from a row, in rounds if the
-row does not fit into registers. `index_top_k` processes many tokens in portions, to limit the memory of the scores.
+A row is the scores of all keys for one token. With few rows, several programs share a row. With many rows, one program
+selects from a row, in several rounds if the row does not fit into registers. `index_top_k` processes many tokens in
+portions, to limit the memory of the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tests.kit.slow_cases import slow_cases
 
 
 def test_long_rows_take_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits are patched so that a row takes three rounds. The rows have many and few equal scores."""
+    """The selection is exact if a row takes three rounds. The test patches the limits of a round. One row has many
+    equal scores.
+    """
     monkeypatch.setattr(top_k, "MOST_SHARED", 0)
     monkeypatch.setattr(top_k, "MOST_HELD", 64)
     monkeypatch.setattr(top_k, "SEGMENT", 64)
@@ -40,7 +43,7 @@ def rows(kind: str) -> np.ndarray:
             scores = rng.integers(-2, 3, scores.shape).astype(np.float32)
         case "one value":
             scores[:] = -0.5
-        case "a bin":  # all scores are in one bin of the histogram, so the candidates do not fit into registers
+        case "a bin":  # all scores are in one bin of the histogram, too many for registers
             scores = (1 + 0.1 * rng.random(scores.shape)).astype(np.float32)
         case "few and none":
             scores[0], scores[1, 5:], scores[2, 7:4000] = -np.inf, -np.inf, -np.inf
@@ -64,8 +67,10 @@ def test_shared_rows(kind: str, top_k_wanted: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kind", ["decode", "chunk"])
 def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of index scores also counts the scores in bins, for the selection. It leaves the scores of keys after
-    a token's position undefined.
+    """The selection of `index_top_k` is exact if several programs share a row.
+
+    The kernel that computes the scores also makes the histogram for the selection. Scores of keys after the position of
+    the token are undefined, and must not be selected.
     """
     monkeypatch.setattr(top_k, "LEAST_SHARED", 1)
     q_lens = (0, 1, 1, 1) if kind == "decode" else (0, 1, 6, 4)
@@ -77,14 +82,16 @@ def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_large_top_k_of_long_rows_is_unsupported() -> None:
-    """The limit applies to rows that one program selects from. Rows that several programs share have no limit."""
+    """If one program selects from a long row, `top_k` may be at most 8192. The limit does not apply if several programs
+    share a row.
+    """
     with pytest.raises(NotImplementedError, match="top_k of up to 8192 for rows of more than 32768 scores, got 8193"):
         select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 
 def test_tokens_are_processed_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patched limit gives portions of 5 tokens, which begin and end inside sequences. The last portion is
-    smaller.
+    """Selection in portions of 5 tokens is exact. The test patches the limit of a portion. Portions begin and end
+    inside sequences, and the last portion is smaller.
     """
     case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=(0, 1, 6, 4), padding=2, pages_per_row=5, exact=True)
     inputs = IndexInputs.draw(case, harness.fresh_rng(), "bfloat16")

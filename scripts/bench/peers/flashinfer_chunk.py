@@ -21,7 +21,9 @@ def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stop
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache != "bf16":
-        raise NotImplementedError(f"does not support {case.cache} here")
+        raise NotImplementedError(
+            f"case.cache: the benchmark of FlashInfer's ragged prefill supports bf16, got {case.cache}"
+        )
     flashinfer_build.require("attention", backend, s.qk_dim, s.v_dim, "bfloat16", 0, 0)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
