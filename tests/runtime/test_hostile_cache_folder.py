@@ -6,6 +6,7 @@ block, and must return the correct result.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import stat
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
 from pallas_attn.runtime import kernel_cache
+from tests.runtime.test_cached_kernels import calls
 from tests.runtime.test_kernel_cache import TRACED, Call, X, Y, cache_folder, forget, run
 
 __all__ = ["cache_folder"]
@@ -171,3 +174,33 @@ def test_failed_write_leaves_no_file(kernels: list[Path]) -> None:
     with mock.patch.object(os, "replace", side_effect=OSError(28, "No space left on device")):
         expect_traced(warning="No space left on device")
     assert not list(kernels[0].parent.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), None], ids=[*DAMAGES, "folder that others can write"])
+def test_damage_of_real_kernels(
+    damage: Callable[[Path], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU kernel returns the same bits after its cache file was damaged or its folder was opened to other users."""
+    function, arguments = calls()["paged_decode"]
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(folder))
+
+    def result() -> list[np.ndarray]:
+        jax.clear_caches()
+        forget()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*other users own it or can write it")
+            leaves = jax.tree.leaves(jax.jit(functools.partial(function))(*arguments))
+        return [np.asarray(leaf).view(np.uint8) for leaf in leaves]
+
+    want, files = result(), list(folder.iterdir())
+    assert files
+    if damage is None:
+        folder.chmod(0o777)
+    else:
+        for file in files:
+            damage(file)
+    for got, expected in zip(result(), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
