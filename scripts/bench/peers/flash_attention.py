@@ -36,7 +36,7 @@ def import_interface() -> Any:
 
 def check_bf16(cache: str) -> None:
     if cache != "bf16":
-        raise NotImplementedError(f"does not support {cache} here")
+        raise NotImplementedError(f"this baseline does not support {cache}")
 
 
 def of_a_step(
@@ -73,7 +73,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
     check_bf16(case.cache)
     s = case.shape
     if s.rope_dim > MAX_ROPE_DIM or s.latent_dim not in LATENT_DIMS:
-        raise NotImplementedError(f"does not support latents of {s.latent_dim} + {s.rope_dim}")
+        raise NotImplementedError(f"this baseline does not support latents of {s.latent_dim} + {s.rope_dim}")
     pages = as_torch(arrays.cache.pages)[:, :, None]
     latents, keys = pages[..., : s.latent_dim], pages[..., s.latent_dim :]
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.heads, 1), (s.rope_dim, s.latent_dim))
@@ -91,7 +91,7 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
     check_bf16(case.cache)
     s = case.shape
     if case.window is not None or s.soft_cap is not None or s.learned_sinks:
-        raise NotImplementedError("does not support windows, caps or sinks here")
+        raise NotImplementedError("this baseline does not support windows, caps or sinks")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.q_heads, s.kv_heads), (s.head_dim, s.head_dim))
     calls = [
@@ -121,7 +121,7 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
     check_bf16(case.cache)
     s = case.shape
     if s.learned_sinks:
-        raise NotImplementedError("does not support sinks here")
+        raise NotImplementedError("this baseline does not support sinks")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cache_seqlens": as_torch(arrays["kv_lens"]),

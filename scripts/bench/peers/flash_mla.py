@@ -30,9 +30,9 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
     flash_mla = importlib.import_module("flash_mla")
     s = case.shape
     if case.cache != "bf16":
-        raise NotImplementedError(f"does not support {case.cache} caches here")
+        raise NotImplementedError(f"this baseline does not support {case.cache} caches")
     if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
-        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE}")
+        raise NotImplementedError(f"this baseline supports only widths of {WIDTHS} in pages of {PAGE_SIZE}")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
     # In newer versions this is empty and the first call fills it in. `Stopwatch.graph` makes this call before it
     # captures the graph. Older versions return it complete.
@@ -59,9 +59,11 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
     if (case.latent_dim, case.rope_dim) != WIDTHS or case.page_size != PAGE_SIZE or case.heads % 64:
-        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE} and multiples of 64 heads")
+        raise NotImplementedError(
+            f"this baseline supports only widths of {WIDTHS} in pages of {PAGE_SIZE} and multiples of 64 heads"
+        )
     if case.cache == "fp8" and case.new_tokens > 1:
-        raise NotImplementedError("its prefill kernel does not support an fp8 cache")
+        raise NotImplementedError("the prefill kernel of this baseline does not support an fp8 cache")
     calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
     if case.cache == "fp8":
         records = as_torch(jax.jit(to_records)(arrays.cache))[:, :, None]

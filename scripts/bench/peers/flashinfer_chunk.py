@@ -47,7 +47,7 @@ def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatc
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache not in ("bf16", "f16") or s.learned_sinks:
-        raise NotImplementedError("does not support 8-bit caches and sinks here")
+        raise NotImplementedError("this baseline does not support 8-bit caches and sinks")
     kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
     flashinfer_build.require("attention", backend, *kind)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")

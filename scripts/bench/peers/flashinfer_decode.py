@@ -30,9 +30,9 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     if case.cache not in CACHES:
-        raise NotImplementedError(f"does not support {case.cache} caches")
+        raise NotImplementedError(f"this baseline does not support {case.cache} caches")
     if case.windowed_heads is not None or case.shape.learned_sinks:
-        raise NotImplementedError("does not support head windows and sinks here")
+        raise NotImplementedError("this baseline does not support head windows and sinks")
     s = case.shape
     kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
     flashinfer_build.require("attention", "fa2", *kind)

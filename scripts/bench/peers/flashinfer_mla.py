@@ -32,7 +32,7 @@ def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache not in CACHES:
-        raise NotImplementedError(f"does not support {case.cache} caches here")
+        raise NotImplementedError(f"this baseline does not support {case.cache} caches")
     flashinfer_build.require("mla", backend, s.latent_dim, s.rope_dim, CACHES[case.cache])
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     cache, pages = arrays.cache, as_torch(arrays.cache.pages)

@@ -32,7 +32,9 @@ def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timin
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
     if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
-        raise NotImplementedError("supports only bf16 and one query per sequence, without sinks and windows, here")
+        raise NotImplementedError(
+            "this baseline supports only bf16 and one query per sequence, without sinks and windows"
+        )
     k, v = (_pool(pages) for pages in (arrays.kv.k, arrays.kv.v))
     shared = _Rows(torch, as_torch(arrays.kv_lens), s.q_heads, s.kv_heads, s.head_dim, SPLITS)
 
@@ -57,7 +59,7 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
     if case.cache != "bf16" or s.queries > 1:
-        raise NotImplementedError("supports only bf16 and one query per sequence here")
+        raise NotImplementedError("this baseline supports only bf16 and one query per sequence")
     k = as_torch(arrays.cache.pages).view(-1, 1, s.latent_dim + s.rope_dim)
     cores, most = _multiprocessors(torch), -(-int(case.lens.max()) // MLA_TOKENS_OF_SPLIT)
     splits = max(SPLITS, min(_power_of_two(cores), _power_of_two(most)))
@@ -85,7 +87,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
     s = case.shape
     extend = importlib.import_module(f"{OPS}.extend_attention").extend_attention_fwd
     if case.cache != "bf16" or s.learned_sinks or s.window is not None:
-        raise NotImplementedError("supports only bf16 without sinks and windows here")
+        raise NotImplementedError("this baseline supports only bf16 without sinks and windows")
     k, v = (_pool(pages) for pages in (arrays["kv"].k, arrays["kv"].v))
     slots = _all_slots(torch, as_torch(arrays["block_tables"]), s.page_size)
     prefix, new = slots[:, : s.cached_tokens], slots[:, s.cached_tokens : s.cached_tokens + s.new_tokens]

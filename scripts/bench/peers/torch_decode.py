@@ -62,11 +62,11 @@ def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[
 def check_supported(case: DecodeCase) -> None:
     """Raise NotImplementedError for a case that torch's attention over contiguous keys cannot compute."""
     if case.cache not in ("bf16", "f16"):
-        raise NotImplementedError(f"does not support {case.cache} caches")
+        raise NotImplementedError(f"this baseline does not support {case.cache} caches")
     if case.varied:
-        raise NotImplementedError("needs sequences of equal length")
+        raise NotImplementedError("this baseline needs sequences of equal length")
     if case.shape.window is not None or case.shape.soft_cap is not None or case.shape.learned_sinks:
-        raise NotImplementedError("does not support windows, caps or sinks here")
+        raise NotImplementedError("this baseline does not support windows, caps or sinks")
 
 
 def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:

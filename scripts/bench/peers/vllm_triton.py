@@ -28,7 +28,7 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
     splits_of = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla")._compute_num_kv_splits
     s = case.shape
     if case.cache != "bf16" or s.queries > 1:
-        raise NotImplementedError("supports only bf16 and one query per sequence here")
+        raise NotImplementedError("this baseline supports only bf16 and one query per sequence")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
     splits = splits_of(int(lens.max()), torch.cuda.get_device_properties(0).multi_processor_count)
     states = torch.empty(s.batch, s.heads, splits, s.latent_dim + 1, device="cuda")
@@ -56,7 +56,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
     if case.cache != "bf16" or s.learned_sinks:
-        raise NotImplementedError("supports only bf16 without sinks here")
+        raise NotImplementedError("this baseline supports only bf16 without sinks")
     k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cu_seqlens_q": as_torch(arrays["cu_q_lens"]),
@@ -87,7 +87,9 @@ def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timin
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
     if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
-        raise NotImplementedError("supports only bf16 and one query per sequence, without sinks and windows, here")
+        raise NotImplementedError(
+            "this baseline supports only bf16 and one query per sequence, without sinks and windows"
+        )
     k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
     states = torch.empty(s.batch, s.q_heads, SEGMENTS, s.head_dim, device="cuda")
     tops, totals = (torch.empty(s.batch, s.q_heads, SEGMENTS, device="cuda") for _ in range(2))
