@@ -18,9 +18,10 @@ Handshake of every TCP connection, one JSON object per line:
  listener  ─► {"error", "proof"}              error: null, or the reason of a refusal, after which the connection ends
 
 After the handshake, both programs copy bytes in both directions. A nonce is a random number that is used once. A proof
-is an HMAC, with the secret as its key, of the sender's role and of all fields that were exchanged before. `start` is a
-random number that a process chooses when it starts. The listener accepts several connections with the same `start`. It
-refuses a connection whose process number has connected before with a different `start`. The handshake authenticates the
+is an HMAC, with the secret as its key, of the sender's role and of all fields so far except proofs, including the
+fields of its own message. `start` is a random number that a process chooses when it starts. The listener accepts
+several connections with the same `start`. It refuses a connection whose process number has connected before with a
+different `start`. The handshake authenticates the
 connection. It does not encrypt the bytes that follow, and it does not detect changes of these bytes.
 """
 
@@ -67,7 +68,8 @@ something else than JSON objects, one per line."""
 
 
 class Refused(Exception):
-    """The listener refused the connection, or has another secret. Another attempt would fail, too."""
+    """The listener refused the connection, or gave no valid proof, which usually means another secret. The forwarder
+    does not try again."""
 
 
 # --- handshake
@@ -111,10 +113,9 @@ class Listener:
         If the proof of the other program is wrong, the connection is closed without an answer to the proof.
         """
         try:
-            if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
-                await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
-        except NO_ANSWER:
-            pass  # anybody can connect and send anything; an error ends this connection only
+            with contextlib.suppress(*NO_ANSWER):  # anybody can send anything, which ends only this connection
+                if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
+                    await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
         finally:
             writer.close()
 
@@ -251,14 +252,14 @@ async def serve(address: str, count: str, linger_s: str) -> None:
     The first line of standard input is the secret in hexadecimal digits. Prints "ready PATH" with the path of the
     service's socket.
     """
-    from jaxlib import _jax  # imported here, because the import is slow and forwarders do not need it
-
     commands = await _standard_input()
     secret = bytes.fromhex((await commands.readline()).decode())
     host, port = split_address(address)
     with _socket_path("service") as path:
         listener = Listener(secret, int(count), path)
         server = await asyncio.start_server(listener.accept, host, port, limit=LINE_BYTES)
+        from jaxlib import _jax  # slow to import; forwarders, and a port in use, do not need it
+
         service = _jax.get_distributed_runtime_service(
             f"unix:{path}", int(count), heartbeat_timeout=NEVER_S, shutdown_timeout=NEVER_S
         )
@@ -311,14 +312,18 @@ async def forward(address: str, count: str, process: str, timeout_s: str) -> Non
 
 
 def main(command: str, *arguments: str) -> None:
-    """Run `serve` or `forward`. After a failure, print "error REASON" and exit with status 1."""
+    """Run `serve` or `forward`. If an address cannot be used, or a connection is refused or times out, print
+    "error REASON" and exit with status 1. Other exceptions are bugs."""
     try:
         asyncio.run({"serve": serve, "forward": forward}[command](*arguments))
+        return
     except (Refused, TimeoutError) as error:
-        sys.exit(print("error", error) or 1)
+        reason = str(error)
     except OSError as error:  # the text of asyncio's exceptions also has the address, which the caller knows
-        reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
-        sys.exit(print("error", reason) or 1)
+        errno = None if isinstance(error, socket.gaierror) else error.errno
+        reason = str(error.strerror or error) if errno is None else os.strerror(errno)
+    print("error", reason)
+    sys.exit(1)
 
 
 if __name__ == "__main__":
