@@ -98,9 +98,10 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
     `jax.sharding.AxisType.Explicit` axes, and while a tuner selects configurations.
 
     Args:
-      function: a function that a module defines by name. The key contains this name and the text of the module's file.
-        It contains no other files that the function depends on, except files of this package and of JAX. A function
-        without a file, such as one from `python -c`, is cached in memory only.
+      function: a function that a module defines by name. The key contains this name, the text of the module's file and
+        of the modules of its package that it uses, the text of pallas_attn, and the version of JAX. It contains no
+        other files that the function depends on, and no object: bound methods raise ValueError. A function without a
+        file, such as one from `python -c`, is cached in memory only.
       call: a pytree of arrays and static values. The kernel is cached in memory only if a static value has a `repr`
         that does not determine the value, such as `<object at 0x7f...>`.
 
@@ -113,7 +114,8 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
       >>> pallas_attn.call_cached(jnp.linalg.norm, jnp.array([3.0, 4.0]))
       Array(5., dtype=float32)
     """
-    if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):
+    is_named = isinstance(function, NamedFunction) or "<" not in getattr(function, "__qualname__", "<")
+    if not is_named or inspect.ismethod(function):  # the key does not contain the object of a bound method
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     arrays, rest = arguments.split_arrays(call)
     return call_split(function, arrays, rest)
@@ -316,10 +318,11 @@ def _source(function: Callable[[Any], Any]) -> str | None:
 def _files(function: Callable[[Any], Any]) -> list[str]:
     """Return the file that defines a function, then the files of the modules of its package that the file uses.
 
-    The list is empty if the function has no file: functions of `python -c`, of standard input and of notebooks.
+    The list is empty if the function has no file: functions of `python -c`, of standard input, of notebooks and of
+    extension modules.
     """
     function = inspect.unwrap(function)
-    file = inspect.getsourcefile(function)
+    file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
     if file is None or not os.path.isfile(file):
         return []
     return [file, *sorted(_used_files(sys.modules.get(function.__module__), {file}) - {file})]

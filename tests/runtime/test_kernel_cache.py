@@ -118,7 +118,17 @@ def test_different_calls_have_different_keys(cache_folder: Path, other: Call) ->
     assert len(list(cache_folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
+class Scaled:
+    """Kernel with a state that the name of its method does not contain."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self, call: Call) -> Any:
+        return call.x * self.factor
+
+
+@pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum), Scaled(2.0).apply])
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_function_without_a_module_name(function: Any, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
