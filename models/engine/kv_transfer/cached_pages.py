@@ -50,7 +50,7 @@ FORMAT = 1
 """Version of the serialised format."""
 
 _MAX_ABOUT = 2**24
-"""Maximum size of the JSON in a file in bytes. Parsed JSON may need 25 times the memory of its text."""
+"""Maximum size of the JSON in a file in bytes. Parsed JSON may need about 40 times the memory of its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +156,16 @@ class CachedPages:
             raise ValueError(f"pages: expected {len(groups)} cache groups, got {len(self.groups)}")
         num_rows = []
         for number, (of_group, contents) in enumerate(zip(groups, self.groups, strict=True)):
+            if not isinstance(contents, Mapping):
+                raise ValueError(f"pages.groups[{number}]: expected arrays by name, got a {type(contents).__name__}")
             got = {name: (a.shape[1:], a.dtype) if isinstance(a, np.ndarray) else None for name, a in contents.items()}
             if got != of_group.arrays or len({len(array) for array in contents.values()}) != 1:
                 raise ValueError(f"pages: contents of group {number} have other shapes or dtypes than the cache's rows")
             num_rows.append(len(next(iter(contents.values()))))
         for i, sequence in enumerate(self.sequences):
             name = f"pages.sequences[{i}]"
+            if not isinstance(sequence, CachedSequence) or not isinstance(sequence.tokens, tuple):
+                raise ValueError(f"{name}: expected a CachedSequence with a tuple of tokens, got {sequence!r:.100}")
             check_field(f"{name}.salt", sequence.salt, TextUpTo(sys.maxsize))
             num_pages, rest = divmod(len(sequence.tokens), page_size)
             if rest or len(sequence.rows) != len(groups):

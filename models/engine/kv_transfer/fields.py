@@ -2,7 +2,8 @@
 
 Example:
   PROMPT = {"number": Integer(0), "salt": TextUpTo(100)}
-  check_field("prompt", header, PROMPT)  # ValueError "prompt.number: expected an integer of at least 0, got 1.5"
+  check_field("prompt", {"number": 1.5, "salt": ""}, PROMPT)
+  # ValueError "prompt.number: expected an integer of at least 0, got 1.5"
 """
 
 from __future__ import annotations
@@ -115,14 +116,16 @@ def check_field(name: str, value: Any, kind: Kind) -> None:
 
     Raises:
       ValueError: the value, or a value inside it, does not fulfil the expectation. The message contains the name, the
-        expectation, and the unexpected value.
+        expectation, and a short description of the value, such as the shape of an array.
     """
     if not _fits(value, kind):
         raise ValueError(f"{name}: expected {_expectation(kind)}, got {_described(value)}")
     match kind:
         case ListOf():
+            is_whole = isinstance(kind.item, Integer | TextUpTo | OneOf | Array)  # `_fits` checks these completely
             for i, item in enumerate(value):
-                check_field(f"{name}[{i}]", item, kind.item)
+                if not (is_whole and _fits(item, kind.item)):
+                    check_field(f"{name}[{i}]", item, kind.item)
         case ObjectOf() if kind.item is not None:
             for key, item in value.items():
                 check_field(f"{name}[{shown(key)}]", item, kind.item)

@@ -294,7 +294,7 @@ _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 def _send(transport: Transport, header: dict[str, Any], arrays: Mapping[str, np.ndarray] = _NO_ARRAYS) -> None:
     try:
         transport.send(header, arrays)
-    except TransportError as error:
+    except (TransportError, ValueError) as error:  # ValueError: the message exceeds a limit of the transport
         raise TransferError(f"transport: {error}") from error
 
 

@@ -19,7 +19,7 @@ from models.config.json_files import parse_json
 from models.engine.kv_transfer.fields import DTYPES, Integer, ListOf, ObjectOf, OneOf, TextUpTo, check_field
 
 MAX_HEADER = 2**20
-"""Maximum size of a header in bytes. Parsed JSON may need 25 times the memory of its text."""
+"""Maximum size of a header in bytes. Parsed JSON may need about 40 times the memory of its text."""
 
 LEAST_RATE = 2**20
 """Lowest accepted transfer rate in bytes per second. The time limit of a message is the transport's timeout plus its

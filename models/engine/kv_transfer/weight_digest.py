@@ -49,7 +49,7 @@ class _Axis:
 
 
 def weight_digest(model: Decoder) -> str:
-    """Return a SHA-256 digest of the names, dtypes and shapes of all weights and of the sums of their elements.
+    """Return a SHA-256 digest of the names, dtypes and shapes of all weights and of sums over their elements' hashes.
 
     The sums are computed on the devices. Weights of equal shape, dtype and layout share one compiled program.
     """
@@ -81,7 +81,8 @@ def _axes_of(name: str, weight: Array, whole: Sequence[int], model: Decoder) -> 
     devices, count = [number_along(columns, mesh, at) for at in places], num_devices(mesh, columns)
 
     def starts(size: int, own: int) -> tuple[int, ...]:
-        """Return where each slice starts, or `_ELSEWHERE` for all but the first of equal slices."""
+        """Return where the slice of each device starts. `size` elements form size / own different slices, each on one
+        or more neighbouring devices. All devices but the first with a slice get `_ELSEWHERE`, so it counts once."""
         index = [device * (size // own) // count for device in range(count)]
         return tuple(
             index[device] * own if device == 0 or index[device] != index[device - 1] else _ELSEWHERE
@@ -108,7 +109,7 @@ def _axes_of(name: str, weight: Array, whole: Sequence[int], model: Decoder) -> 
 
 
 def _split_over(weight: Array) -> tuple[str, ...]:
-    """Return the mesh axes over which the slices of a weight are different; empty without a mesh."""
+    """Return the mesh axes over which the first axis of a weight is split; empty if it is not split."""
     spec = getattr(weight.sharding, "spec", ())
     first = spec[0] if spec else None
     return () if first is None else (first,) if isinstance(first, str) else tuple(first)
@@ -124,7 +125,7 @@ def _joined_widths(name: str, size: int, config: ModelConfig) -> tuple[int, ...]
 
 @functools.partial(jax.jit, static_argnames="axes")
 def _sums(weight: Array, axes: tuple[_Axis, ...]) -> UInt32[Array, "sums"]:
-    """Return the sums over the elements of a weight, each counted once."""
+    """Return the sums over the hashes of a weight's elements. Each element counts once."""
     num_slices = len(axes[0].blocks[0][1])
     bits = _bits(weight).reshape(num_slices, weight.shape[0] // num_slices, *weight.shape[1:])
     positions = [_positions(axis, number, bits.ndim) for number, axis in enumerate(axes, 1)]
