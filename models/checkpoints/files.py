@@ -285,7 +285,7 @@ def _checkpoint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Che
     """
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if config.tie_word_embeddings and head is not None and embedding is not None and not head.equals(embedding):
-        _log.warning("%s is used, although config.json ties it to %s: the files have different values", HEAD, EMBEDDING)
+        _log.warning("%s is used, although config.json ties it to %s: the stored tensors differ", HEAD, EMBEDDING)
         config = dataclasses.replace(config, tie_word_embeddings=False)
     return Checkpoint(config, tensors)
 

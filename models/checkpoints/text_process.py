@@ -133,9 +133,10 @@ def rebuilt(
 
     These classes ignore normalizer, pre-tokenizer, decoder and added tokens of tokenizer.json.
     """
-    if model.get("type", "BPE") != "BPE":
+    found = type(stored.model).__name__  # the file may leave out the type
+    if found != "BPE":
         raise ValueError(
-            f"expected a BPE model for {kind}, got {model['type']}; the tokenizer_class TokenizersBackend uses the file"
+            f"expected a BPE model for {kind}, got {found}; the tokenizer_class TokenizersBackend uses the file"
             " unchanged"
         )
     merges: Any = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]

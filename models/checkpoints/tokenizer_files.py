@@ -79,7 +79,8 @@ class TokenizerSettings:
     Attributes:
       kind: class of transformers that processes tokenizer.json.
       named: special tokens by name, or None, in the order in which new tokens get their ids.
-      takes_pad_token: whether the padding of tokenizer.json names the pad_token, because no other file does.
+      takes_pad_token: whether the padding of tokenizer.json names the pad_token, because neither another
+        file nor the class has an entry pad_token.
       extra: special tokens without a name.
       declared: tokens with ids, of added_tokens.json or of added_tokens_decoder.
       declares_stored: whether added_tokens of tokenizer.json are declared too, and override `declared` with equal ids.
@@ -156,12 +157,21 @@ class ChatTemplate(NamedTuple):
     named: list[str] | None = None
 
 
+def _read(path: Path) -> bytes:
+    """Return the contents of a file. Raise TokenizerError if it is too large."""
+    try:
+        return read_bounded(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+
+
 def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate:
     """Read the chat template of a directory.
 
     In order of precedence, the default template is additional_chat_templates/default.jinja, chat_template.jinja, or
     chat_template of tokenizer_config.json, which may contain several templates by name. If one of the first two places
-    has any template, tokenizer_config.json is not used. An empty template counts as no template.
+    has any template, tokenizer_config.json is not used. An empty template means
+    that there is no template: later places are not searched.
 
     Raises:
       TokenizerError: a template is not a text, or its file cannot be read.
@@ -213,7 +223,7 @@ def _kind(directory: Path, config: Mapping[str, Any]) -> str:
             f"{path}: tokenizer_class {name} is not supported; expected {', '.join(_DEFAULT_TOKENS)} or"
             f" {TOKENIZERS_BACKEND}, which uses tokenizer.json unchanged"
         )
-    if kind == "LlamaTokenizer" and b'"ByteLevel"' in read_bounded(directory / "tokenizer.json"):
+    if kind == "LlamaTokenizer" and b'"ByteLevel"' in _read(directory / "tokenizer.json"):
         return TOKENIZERS_BACKEND  # DeepSeek and Llama 3 name this class, but their tokenizers are byte-level
     if kind in _DEFAULT_TOKENS:
         return kind
@@ -243,7 +253,8 @@ class _SpecialTokens(NamedTuple):
 def _special_tokens(
     config: Mapping[str, Any], special_map: Mapping[str, Any], config_path: Path, map_path: Path
 ) -> _SpecialTokens:
-    """Merge the special tokens of two files. special_tokens_map.json overrides tokenizer_config.json."""
+    """Merge the special tokens of two files. special_tokens_map.json overrides tokenizer_config.json, except that
+    tokens with names of a model, such as image_token, that are text in tokenizer_config.json take precedence."""
     entries = {key: (value, config_path) for key, value in config.items()}
     if "additional_special_tokens" in entries and not config.get("extra_special_tokens"):
         entries["extra_special_tokens"] = entries.pop("additional_special_tokens")  # the old name of the entry
