@@ -105,10 +105,11 @@ class StateForm:
         return self.normalise(state.acc, state.l, self.inverse(state.m, state.l, sink))
 
     def inverse(self, m: Any, l: Any, sink: Any = None) -> Any:  # noqa: E741
-        """Return 1 / (l + exp(sink - m)), or 1 / l without sinks; 0 for query rows that see no key.
+        """Return 1 / (l + w), where w is the weight of the sink relative to m, or 1 / l without sinks; 0 for query rows
+        that see no key.
 
         Args:
-          m: maxima of the state; may be None without sinks.
+          m: references of the state; may be None without sinks.
           l: sums of the state.
           sink: learned logit of each query row, in natural units also if the state has units of log2; or None.
         """
@@ -136,7 +137,7 @@ class StateForm:
         return jnp.where(seen, (m + log2_sum) * (1 / LOG2E) if self.log2 else m + log2_sum * (1 / LOG2E), -jnp.inf)
 
     def _exp(self, x: Any) -> Any:
-        """Return the weight of a score x relative to m."""
+        """Return the weight of a score that is x above the reference: exp(x), or 2**x with `log2`."""
         return jnp.exp2(x if self.log2 else x * LOG2E)
 
 
@@ -145,6 +146,6 @@ def merge_in_order(
 ) -> AttentionState:
     """Merge the partial states load(first) to load(stop - 1) into a state, one after the other.
 
-    The order of the splits determines rounding, so results do not depend on the CTAs that computed them.
+    The order is always the order of the splits. So rounding does not depend on which CTA computed a split, or when.
     """
     return lax.fori_loop(first, stop, lambda i, merged: form.merge(merged, load(i)), merged)

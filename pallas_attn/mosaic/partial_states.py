@@ -4,8 +4,9 @@ A query row is one query head of one query token. A split is a range of its keys
 state is the attention of a block of query rows to one split (`mosaic.merge.AttentionState`).
 
 The accumulator of a state is stored in the register order of the threads: in fragments of 64 x 8 values with four
-values per thread. A thread moves 16 bytes and a warp 512 consecutive bytes. In row-major order, a warp would access 8
-bytes in each of 8 rows; a state of 128 KB then took 9,000 clocks with 16 active CTAs.
+values per thread. (The interpreter stores a fragment in row-major order.) A thread moves 16 bytes and a warp 512
+consecutive bytes. In row-major order, a warp would access 8 bytes in each of 8 rows; a state of 128 KB then took 9,000
+clocks with 16 active CTAs.
 
 `PartialLoader.merge` merges the partial states of one block of query rows, or a slice of them. A CTA is one warpgroup.
 A batch is a number of states that fit one of two buffers:
@@ -55,8 +56,8 @@ each 32 rows.
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
 LOADER_BYTES = 32 * 1024
-"""Maximum size of a batch of partial states in bytes. There are two buffers: a batch is copied while another is merged.
-"""
+"""Target size of the accumulators in a batch of partial states, in bytes. A batch has at least one state, or two where
+alignment needs it. There are two buffers: a batch is copied while another is merged."""
 
 
 class PartialStates(NamedTuple):

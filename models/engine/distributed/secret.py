@@ -10,24 +10,25 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "PALLAS_ATTN_SECRET"
-"""Environment variable with the secret. Processes on several hosts need it, because they have no common file."""
+"""Environment variable with the secret, for processes that do not have the same file, such as on several hosts."""
 
 MIN_BYTES = 16
 """Minimum length of a secret in bytes."""
 
 
 class SecretError(ValueError):
-    """There is no usable secret. The message gives the reason and the remedy."""
+    """There is no usable secret. The message gives the reason."""
 
 
 def shared_secret() -> bytes:
     """Return the secret in the environment variable `PALLAS_ATTN_SECRET`. If it is not set, read this user's file.
 
-    The file is `pallas_attn/secret` in `$XDG_CONFIG_HOME` or `~/.config`. The first call creates it, with a random
-    secret and mode 0600. All processes of a user on one host therefore have the same secret.
+    The file is `pallas_attn/secret` in `$XDG_CONFIG_HOME` or `~/.config`. If it does not exist, it is created with a
+    random secret and mode 0600. Processes with the same configuration folder therefore have the same secret.
 
     Raises:
-      SecretError: the variable is too short, or the file cannot be created or can be read by other users.
+      SecretError: the secret is shorter than `MIN_BYTES`; or the file cannot be created or read, is not a regular file
+        of this user, or can be accessed by other users.
     """
     given = os.environ.get(VARIABLE)
     if given is not None:

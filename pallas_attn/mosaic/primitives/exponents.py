@@ -2,8 +2,9 @@
 
 The reference m of a row is its largest score times the factor, rounded to float32. The compiler fuses multiplication
 and subtraction and rounds only their result, so the exponent of the largest score is the rounding error of m instead of
-0. While |m| < 2**28, this error is at most 8. It is equal in all weights of a row and cancels in the output. For larger
-|m|, the weights would overflow or become 0.
+0. While |m| < 2**28, this error is at most 8. It is equal in all weights of a row and cancels in the output. The
+error doubles with each doubling of |m|: float16 weights could overflow from 2**28 on, float32 weights could overflow or
+become 0 from 2**31 on.
 
 In rows with |m| >= 2**28, the factor is therefore a power of two, so that m is exact. The power of two is up to twice
 log2(e) · scale, which changes the weights of all scores below the maximum. These weights are negligible: float32 scores
@@ -22,7 +23,8 @@ EXACT_FROM = 2.0**28
 
 
 def power_of_two(scale: float) -> float:
-    """Return the smallest power of two that is at least `scale`. A larger factor keeps m monotonic in the score."""
+    """Return the smallest power of two that is at least `scale`. So |m| does not decrease where rows with larger scores
+    begin to use it."""
     return 2.0 ** math.ceil(math.log2(scale))
 
 
@@ -44,6 +46,7 @@ def exponent_factor(highest: Any, scale: float) -> Any:
 
 
 def in_log2_units(m: Any, scale: float) -> Any:
-    """Return references m [rows] as multiples of `scale`, also in rows whose factor was a power of two."""
+    """Return references m [rows] as score · `scale`. Where the factor was a power of two, m is multiplied by `scale` /
+    power of two."""
     exact = power_of_two(scale)
     return m if exact == scale else jnp.where(jnp.abs(m) < EXACT_FROM, m, m * (scale / exact))
