@@ -113,7 +113,7 @@ class Listener:
         If the proof of the other program is wrong, the connection is closed without an answer to the proof.
         """
         try:
-            with contextlib.suppress(*NO_ANSWER):  # anybody can send anything, which ends only this connection
+            with contextlib.suppress(*NO_ANSWER):  # invalid input ends this connection only
                 if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
                     await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
         finally:
