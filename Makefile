@@ -5,9 +5,9 @@ UV := $(shell command -v uv 2>/dev/null)
 VENV := .venv
 BIN := $(VENV)/bin
 ifdef CUDA
-BASE := .[plot,triton,cuda$(CUDA)]
+BASE := .[engine,plot,triton,cuda$(CUDA)]
 else
-BASE := .[plot]
+BASE := .[engine,plot]
 endif
 # uv if it is installed, else venv and pip. pip compiles nothing: Python compiles modules when they are imported, and
 # compiling all installed modules took a third of the installation time.

@@ -1,5 +1,5 @@
 """Scripts for users: `run_decode.py`, `calibrate.py`, `bench_ops.py`, `bench_engine.py` and other benchmarks.
 
-The packages have the parts of these scripts: `cli` (command lines, model and prompt options), `decode` (parts of
-`run_decode.py`), `bench` (benchmarks) and `tools` (tools for contributors).
+The code of `run_decode.py` and `calibrate.py` is in `models/cli`. The packages are `bench` (benchmarks) and `tools`
+(tools for contributors).
 """

@@ -38,17 +38,24 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config import PRESETS, GQAConfig
-from models.decoder import AttentionSettings
-from models.engine import EngineConfig
+from pallas_attn.models.cli.command_line import (
+    UsageError,
+    as_usage_error,
+    check_outputs,
+    exit_status,
+    write_report,
+    writing,
+)
+from pallas_attn.models.cli.model import implementations
+from pallas_attn.models.config import PRESETS, GQAConfig
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import EngineConfig
 from scripts.bench.engine import head_windows, serving
 from scripts.bench.engine.head_windows import HeadWindowSizes
 from scripts.bench.engine.serving import Serving
 from scripts.bench.engine.small_models import Workload, bench_config, num_cores, show
 from scripts.bench.harness.device import description
 from scripts.bench.harness.session import RESULTS
-from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, exit_status, write_report, writing
-from scripts.cli.model import implementations
 
 LARGE = "v2-lite"
 """Configuration of real size. Its random weights are made on the device and not written to disk."""

@@ -17,10 +17,10 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
 from scripts.bench.engine import hand_over
 from scripts.bench.engine.hand_over import HandOver
 from scripts.bench.harness.device import description
-from scripts.cli.command_line import check_outputs, exit_status, write_report
 
 PROG = "bench_hand_over"
 

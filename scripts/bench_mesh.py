@@ -20,13 +20,7 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.decoder import AttentionSettings, device_part, make_mesh
-from models.engine import ProcessError, Processes
-from scripts.bench.engine import several_devices
-from scripts.bench.engine.several_devices import CONFIGS, MeshWork, SplitDecode
-from scripts.bench.harness.device import description, measure_rates
-from scripts.bench.harness.timing import Stopwatch
-from scripts.cli.command_line import (
+from pallas_attn.models.cli.command_line import (
     UsageError,
     as_failure,
     as_usage_error,
@@ -34,8 +28,14 @@ from scripts.cli.command_line import (
     exit_status,
     write_report,
 )
-from scripts.cli.mesh import parse_mesh
-from scripts.cli.processes import Joined, add_processes, check_processes, writes
+from pallas_attn.models.cli.mesh import parse_mesh
+from pallas_attn.models.cli.processes import Joined, add_processes, check_processes, writes
+from pallas_attn.models.decoder import AttentionSettings, device_part, make_mesh
+from pallas_attn.models.engine import ProcessError, Processes
+from scripts.bench.engine import several_devices
+from scripts.bench.engine.several_devices import CONFIGS, MeshWork, SplitDecode
+from scripts.bench.harness.device import description, measure_rates
+from scripts.bench.harness.timing import Stopwatch
 
 PROG = "bench_mesh"
 

@@ -30,13 +30,13 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report, writing
 from pallas_attn.runtime import tuning
 from scripts.bench.harness.device import description, measure_rates
 from scripts.bench.harness.plot import plot_report
 from scripts.bench.harness.report import cache_ratios, results_table, summary
 from scripts.bench.harness.session import OPERATIONS, RESULTS, Session, cases_until, load
 from scripts.bench.harness.timing import Stopwatch
-from scripts.cli.command_line import check_outputs, exit_status, write_report, writing
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

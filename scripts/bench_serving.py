@@ -16,11 +16,11 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.decoder import AttentionSettings
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import arrivals
 from scripts.bench.engine.arrivals import CONFIGS, Arrivals
 from scripts.bench.harness.device import description
-from scripts.cli.command_line import check_outputs, exit_status, write_report
 
 PROG = "bench_serving"
 

@@ -19,11 +19,11 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.decoder import AttentionSettings
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import filled
 from scripts.bench.engine.filled import FilledWork
 from scripts.bench.harness.device import description
-from scripts.cli.command_line import check_outputs, exit_status, write_report
 
 PROG = "bench_sparse"
 CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}

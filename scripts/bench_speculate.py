@@ -15,12 +15,12 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config import PRESETS, DeepSeekConfig
-from models.decoder import AttentionSettings
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.config import PRESETS, DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import drafting
 from scripts.bench.engine.drafting import DraftingWork
 from scripts.bench.harness.device import description
-from scripts.cli.command_line import check_outputs, exit_status, write_report
 
 PROG = "bench_speculate"
 

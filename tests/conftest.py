@@ -48,10 +48,19 @@ if jax.default_backend() != "gpu":
 # Modules with shape annotations. The scheduler is left out: type checks took a quarter of the time of the engine tests.
 # pallas_attn.types is left out, because a pytree node may contain shapes, axes or shardings instead of arrays.
 _CHECKED = [
-    *("pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models.decoder", "models.checkpoints"),
-    "models.moe",
-    *(f"models.engine.{name}" for name in ("runner", "sampler", "verify", "step.packed", "step.plan", "step.result")),
-    "models.engine.kv_transfer.cache_rows",
+    *(
+        "pallas_attn.ops",
+        "pallas_attn.cache",
+        "pallas_attn.convert",
+        "pallas_attn.models.decoder",
+        "pallas_attn.models.checkpoints",
+    ),
+    "pallas_attn.models.moe",
+    *(
+        f"pallas_attn.models.engine.{name}"
+        for name in ("runner", "sampler", "verify", "step.packed", "step.plan", "step.result")
+    ),
+    "pallas_attn.models.engine.kv_transfer.cache_rows",
 ]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 

@@ -105,7 +105,7 @@ def missing_names(text: str) -> list[str]:
 @functools.cache
 def command_lines() -> str:
     return "".join(
-        path.read_text() for path in [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests/aot").rglob("*.py")]
+        path.read_text() for folder in ("scripts", "models/cli", "tests/aot") for path in (ROOT / folder).rglob("*.py")
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pallas_attn", "models", "scripts", "tests")
-OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
+FOLDERS = ("pallas_attn", "models", "scripts", "tests")
+"""Folders with Python files. `models` is imported as `pallas_attn.models`: `pallas_attn/models` is a link to it."""
+MODELS = "pallas_attn.models"
+OURS = re.compile(r"(pallas_attn|models|scripts|tests)(\.|$)")
 IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b|composition\b)(\w+)$")
 """Names of modules that implement an operation: all modules in its folder, except configuration, call object (the
 checked arguments of a call) and composition of other operations.
@@ -71,6 +73,11 @@ def public_names(package: str) -> frozenset[str]:
 # --- rules: each yields (line, message) for every violation
 
 type Found = Iterator[tuple[int, str]]
+
+
+def is_library(module: str) -> bool:
+    """Return whether a module belongs to `pallas_attn` without `pallas_attn.models`."""
+    return f"{module}.".startswith("pallas_attn.") and not f"{module}.".startswith(f"{MODELS}.")
 
 
 def types_device_and_checks_are_the_lowest_layer(module: str, imports: list[Import]) -> Found:
@@ -151,19 +158,21 @@ def operations_and_cache_are_independent(module: str, imports: list[Import]) -> 
 
 def cache_and_scheduler_do_not_import_jax(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        if module.startswith(("pallas_attn.cache", "models.engine.scheduler")) and i.reaches("jax", "jaxlib", "flax"):
+        if module.startswith(("pallas_attn.cache", "pallas_attn.models.engine.scheduler")) and i.reaches(
+            "jax", "jaxlib", "flax"
+        ):
             yield i.line, f"imports {i.target}; the cache and the scheduler are plain Python"
 
 
 def models_and_scripts_use_public_names(module: str, imports: list[Import]) -> Found:
-    """`models` and `scripts` import only public names of the library.
+    """`models` and `scripts` import only public names of the library, besides `pallas_attn.models`.
 
     Exception: benchmarks may import `runtime.tuning` to read and replace the configurations of a call.
     """
-    if not module.startswith(("models", "scripts")):
+    if not module.startswith((MODELS, "scripts")):
         return
     for i in imports:
-        if not i.reaches("pallas_attn"):
+        if not i.reaches("pallas_attn") or i.reaches(MODELS):
             continue
         benchmark = module.startswith("scripts.bench")
         if benchmark and i.target == "pallas_attn.runtime.tuning":
@@ -199,28 +208,34 @@ def kernel_packages_are_independent(module: str, imports: list[Import]) -> Found
 
 
 MODEL_PACKAGES = {
-    "models.config": (),
-    "models.moe": ("models.config", "models.decoder.layers", "models.decoder.mesh"),
-    "models.decoder": ("models.config", "models.moe"),
-    "models.checkpoints": ("models.config", "models.decoder"),
-    "models.engine": ("models.config", "models.decoder"),
+    "pallas_attn.models.config": (),
+    "pallas_attn.models.moe": (
+        "pallas_attn.models.config",
+        "pallas_attn.models.decoder.layers",
+        "pallas_attn.models.decoder.mesh",
+    ),
+    "pallas_attn.models.decoder": ("pallas_attn.models.config", "pallas_attn.models.moe"),
+    "pallas_attn.models.checkpoints": ("pallas_attn.models.config", "pallas_attn.models.decoder"),
+    "pallas_attn.models.engine": ("pallas_attn.models.config", "pallas_attn.models.decoder"),
 }
 """For each package of `models`: the other packages of `models` that it may import."""
 
 
 def model_packages_import_lower_packages(module: str, imports: list[Import]) -> Found:
-    package = ".".join(module.split(".")[:2])
+    package = ".".join(module.split(".")[:3])
     if package not in MODEL_PACKAGES:
         return
     for i in imports:
-        if i.reaches("models") and not i.reaches(package, *MODEL_PACKAGES[package]):
+        if i.reaches(MODELS) and not i.reaches(package, *MODEL_PACKAGES[package]):
             allowed = ", ".join(MODEL_PACKAGES[package]) or "no package of models"
             yield i.line, f"imports {i.target}; {package} may import {allowed}"
 
 
 def library_does_not_import_models(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        if module.startswith("pallas_attn") and i.reaches("models", "flax"):
+        if i.reaches("models"):
+            yield i.line, f"imports {i.target}; its name is pallas_attn.{i.target}"
+        if is_library(module) and i.reaches(MODELS, "flax"):
             yield i.line, f"imports {i.target}; the library must not depend on models or flax"
 
 
@@ -268,20 +283,20 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
     """Yield violations: banned names, private attributes of the library, relative imports, and `assert` in code that is
     not a test.
     """
-    public = public_names("pallas_attn") | {"cache", "__version__"}
+    public = public_names("pallas_attn") | {"cache", "models", "__version__"}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if not module.startswith("tests."):
                 word = name.rpartition(".")[2]
                 if word in BANNED and (module, word) != ALLOWED:
                     yield node.lineno, f"uses {word}: {BANNED[word]}"
-            case ast.Assert() if module.startswith(("pallas_attn", "models", "scripts")):
+            case ast.Assert() if module.startswith(("pallas_attn", "scripts")):
                 yield node.lineno, "uses assert; raise a typed exception"
             case ast.ImportFrom(level=level) if level:
                 yield node.lineno, "uses a relative import; use an absolute one"
         match node:
             case ast.Attribute(value=ast.Name(id="pallas_attn"), attr=name) if name not in public:
-                if module.startswith(("models", "scripts")):
+                if module.startswith((MODELS, "scripts")):
                     yield node.lineno, f"uses pallas_attn.{name}, which is not public"
 
 
@@ -295,15 +310,16 @@ def violations(module: str, source: str) -> list[str]:
 
 def module_name(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = ("pallas_attn", *parts) if parts[0] == "models" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_follows_the_rules(package: str) -> None:
-    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_file_follows_the_rules(folder: str) -> None:
+    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == folder]
     assert files
     assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
 
@@ -334,7 +350,7 @@ def test_misnamed_folders_are_detected() -> None:
 
 # --- names of classes
 
-UNIQUE_IN = ("pallas_attn", "models", "scripts")
+UNIQUE_IN = ("pallas_attn", "scripts")
 """Packages whose class names must be unique."""
 
 
@@ -359,11 +375,11 @@ def test_class_names_are_unique() -> None:
 
 
 def test_repeated_class_names_are_detected() -> None:
-    sources = {"models.a": "class A: pass\nclass B: pass", "models.b": "class A: pass", "other": "class B: pass"}
-    assert repeated_classes(sources) == ["A in models.a, models.b", "B in models.a, other"]
-    assert repeated_classes(sources, ("other",)) == ["B in models.a, other"]
-    assert repeated_classes({"models.a": "class A:\n    class A: pass"}) == ["A in models.a, models.a"]
-    assert repeated_classes({"models.a": "class A: pass", "other": "class B: pass"}) == []
+    sources = {"scripts.a": "class A: pass\nclass B: pass", "scripts.b": "class A: pass", "other": "class B: pass"}
+    assert repeated_classes(sources) == ["A in scripts.a, scripts.b", "B in scripts.a, other"]
+    assert repeated_classes(sources, ("other",)) == ["B in scripts.a, other"]
+    assert repeated_classes({"scripts.a": "class A:\n    class A: pass"}) == ["A in scripts.a, scripts.a"]
+    assert repeated_classes({"scripts.a": "class A: pass", "other": "class B: pass"}) == []
 
 
 # --- tests of the rules
@@ -382,7 +398,7 @@ BAD = [
     (REFERENCE, "from pallas_attn.ops.paged_decode import config"),
     (REFERENCE, "from pallas_attn.ops.paged_prefill import paged_prefill"),
     (REFERENCE, "from . import xla"),
-    ("models.decoder.mla", "from .rope import rotate"),
+    ("pallas_attn.models.decoder.mla", "from .rope import rotate"),
     (XLA, "from pallas_attn.ops.paged_decode import reference"),
     (XLA, "from pallas_attn.ops.paged_decode.reference import paged_decode"),
     (XLA, "def f():\n    from pallas_attn.ops.paged_prefill import xla"),
@@ -416,45 +432,48 @@ BAD = [
     ("pallas_attn.cache.page_pool", "from jax import numpy as jnp"),
     ("pallas_attn.cache.page_pool", "from pallas_attn import PAGE_NONE"),
     ("pallas_attn.cache.page_pool", "def f():\n    import jax.numpy"),
-    ("models.engine.scheduler", "import jax.numpy as jnp"),
-    ("models.engine.scheduler", "from flax import nnx"),
-    ("models.decoder.mla", "from pallas_attn.types import PagedLatent"),
-    ("models.decoder.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
-    ("models.decoder.mla", "from pallas_attn import dispatch"),
-    ("models.decoder.mla", "from pallas_attn.cache.page_pool import PagePool"),
-    ("models.decoder.mla", "from pallas_attn.cache import digest"),
-    ("models.decoder.mla", "import pallas_attn.runtime.tuning"),
-    ("models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
+    ("pallas_attn.models.engine.scheduler", "import jax.numpy as jnp"),
+    ("pallas_attn.models.engine.scheduler", "from flax import nnx"),
+    ("pallas_attn.models.decoder.mla", "from pallas_attn.types import PagedLatent"),
+    ("pallas_attn.models.decoder.mla", "from pallas_attn.ops.mla_decode import mla_decode"),
+    ("pallas_attn.models.decoder.mla", "from pallas_attn import dispatch"),
+    ("pallas_attn.models.decoder.mla", "from pallas_attn.cache.page_pool import PagePool"),
+    ("pallas_attn.models.decoder.mla", "from pallas_attn.cache import digest"),
+    ("pallas_attn.models.decoder.mla", "import pallas_attn.runtime.tuning"),
+    ("pallas_attn.models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
     ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
     ("scripts.bench_mesh", "from pallas_attn.ops.paged_decode import config"),
     ("scripts.run_decode", "from pallas_attn.runtime import tuning"),
-    ("models.config.windows", "from models.decoder import StepMetadata"),
-    ("models.config", "from models.engine import Engine"),
-    ("models.decoder.model", "from models.checkpoints import load_model"),
-    ("models.decoder.explain", "from models.engine.config import RunnerConfig"),
-    ("models.decoder.model", "def f():\n    import models.engine.runner"),
-    ("models.checkpoints.calibration", "from models.engine.verify import PlainRun"),
-    ("models.engine.verify", "from models.checkpoints import load_model"),
-    ("models.engine", "from models import checkpoints"),
-    ("pallas_attn.convert", "from models.config import ModelConfig"),
+    ("pallas_attn.models.config.windows", "from pallas_attn.models.decoder import StepMetadata"),
+    ("pallas_attn.models.config", "from pallas_attn.models.engine import Engine"),
+    ("pallas_attn.models.decoder.model", "from pallas_attn.models.checkpoints import load_model"),
+    ("pallas_attn.models.decoder.explain", "from pallas_attn.models.engine.config import RunnerConfig"),
+    ("pallas_attn.models.decoder.model", "def f():\n    import pallas_attn.models.engine.runner"),
+    ("pallas_attn.models.checkpoints.calibration", "from pallas_attn.models.engine.verify import PlainRun"),
+    ("pallas_attn.models.engine.verify", "from pallas_attn.models.checkpoints import load_model"),
+    ("pallas_attn.models.engine", "from pallas_attn.models import checkpoints"),
+    ("pallas_attn.convert", "from pallas_attn.models.config import ModelConfig"),
     ("pallas_attn.convert", "from flax import nnx"),
-    ("models.engine", "from scripts.run_decode import main"),
+    ("tests.models.test_engine", "from models.engine import Engine"),
+    ("pallas_attn.models.engine", "import models.config"),
+    ("pallas_attn.models.engine", "from scripts.bench_ops import main"),
+    ("pallas_attn.models.engine", "from pallas_attn.models.cli.decode.command import main"),
     ("pallas_attn.explain", "import tests.cases"),
-    ("models.engine", "from tests import cases"),
+    ("pallas_attn.models.engine", "from tests import cases"),
     ("scripts.run_decode", "from tests.cases import DECODE"),
     ("scripts.bench_ops", "from tests.ops import harness"),
     ("tests.models.test_parity", "import torch"),
     ("tests.models.test_parity", "def f():\n    from transformers import AutoModel"),
-    ("models.checkpoints.weights", "import torch.nn as nn"),
+    ("pallas_attn.models.checkpoints.weights", "import torch.nn as nn"),
     (XLA, "import jax\n@jax.custom_vjp\ndef f(x): return x"),
     (XLA, "from jax import custom_jvp"),
     ("pallas_attn.portable.arguments", "from jax import custom_vjp"),
     ("pallas_attn.portable.merge", "from jax import custom_jvp"),
-    ("models.moe.layer", "from jax import custom_vjp as rule"),
+    ("pallas_attn.models.moe.layer", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
     ("scripts.bench_mesh", "from jax.experimental.pallas import pallas_call"),
     ("pallas_attn.checks", "def f(x):\n    assert x"),
-    ("models.engine", "assert True"),
+    ("pallas_attn.models.engine", "assert True"),
 ]
 GOOD = [
     ("pallas_attn.types", "import jax\nfrom collections.abc import Sequence"),
@@ -471,19 +490,34 @@ GOOD = [
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),
     ("pallas_attn.explain", "import pallas_attn.ops.ragged_attention"),
     ("pallas_attn.cache.prefix_cache", "from pallas_attn.cache.errors import CacheError\nimport numpy"),
-    ("models.engine.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
-    ("models.config.gqa", "from models.config.rope import read_rope"),
-    ("models.decoder.mla", "from models.config import DeepSeekConfig\nfrom models.decoder.layers import Linear"),
-    ("models.checkpoints.weights", "from models.config import ModelConfig\nfrom models.decoder import Decoder"),
-    ("models.engine.runner", "from models import decoder\nfrom models.engine.sampler import sample"),
-    ("models.decoder.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
-    ("models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
-    ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.cli.prompts import read_prompts"),
+    ("pallas_attn.models.engine.scheduler", "from pallas_attn.cache import PagePool\nimport numpy as np"),
+    ("pallas_attn.models.config.gqa", "from pallas_attn.models.config.rope import read_rope"),
+    (
+        "pallas_attn.models.decoder.mla",
+        "from pallas_attn.models.config import DeepSeekConfig\nfrom pallas_attn.models.decoder.layers import Linear",
+    ),
+    (
+        "pallas_attn.models.checkpoints.weights",
+        "from pallas_attn.models.config import ModelConfig\nfrom pallas_attn.models.decoder import Decoder",
+    ),
+    (
+        "pallas_attn.models.engine.runner",
+        "from pallas_attn.models import decoder\nfrom pallas_attn.models.engine.sampler import sample",
+    ),
+    (
+        "pallas_attn.models.decoder.mla",
+        "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode",
+    ),
+    ("pallas_attn.models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
+    (
+        "scripts.bench_ops",
+        "from pallas_attn.models.cli import prompts\nfrom scripts.bench.shapes import DECODE",
+    ),
     ("scripts.bench.harness.case", "from pallas_attn.runtime import tuning"),
     ("scripts.tools.make_goldens", "import torch"),
     (
         "tests.models.test_engine",
-        "from scripts.run_decode import main\nfrom pallas_attn.types import QMAX\nassert main",
+        "from pallas_attn.models.cli.decode.command import main\nfrom pallas_attn.types import QMAX\nassert main",
     ),
     ("tests.runtime.test_dispatch", "from pallas_attn.ops.paged_decode import xla"),
 ]

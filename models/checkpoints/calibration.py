@@ -17,10 +17,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import DeepSeekConfig, ModelConfig
-from models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
-from models.decoder.caches import QUANTISED
 from pallas_attn import PagedKV
+from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
+from pallas_attn.models.decoder.caches import QUANTISED
 
 type Layout = Literal["head", "channel"]
 """One scale per KV head, or one scale per channel of a KV head."""

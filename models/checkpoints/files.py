@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from models.checkpoints import mxfp4
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig, read_config
-from models.config.entries import is_integer, token_ids
-from models.config.gqa import MXFP4_GROUP
-from models.config.json_files import is_present, parse_json, read_json, shown
+from pallas_attn.models.checkpoints import mxfp4
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig, read_config
+from pallas_attn.models.config.entries import is_integer, token_ids
+from pallas_attn.models.config.gqa import MXFP4_GROUP
+from pallas_attn.models.config.json_files import is_present, parse_json, read_json, shown
 
 _log = logging.getLogger(__name__)
 

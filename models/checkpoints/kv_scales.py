@@ -8,8 +8,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from models.config.json_files import is_present
-from models.decoder import KVScales
+from pallas_attn.models.config.json_files import is_present
+from pallas_attn.models.decoder import KVScales
 
 
 def load_kv_scales(path: Path) -> KVScales:

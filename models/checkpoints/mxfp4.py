@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, BFloat16, UInt8
 
-from models.config.gqa import MXFP4_GROUP
+from pallas_attn.models.config.gqa import MXFP4_GROUP
 
 PARTS = ("_blocks", "_scales")
 """Suffixes of the names of the two tensors in which a packed tensor is stored: 4-bit numbers and scales."""

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.checkpoints.files import read_json_object
-from models.checkpoints.tokenizer_files import (
+from pallas_attn.models.checkpoints.files import read_json_object
+from pallas_attn.models.checkpoints.tokenizer_files import (
     ChatTemplate,
     TokenizerError,
     TokenizerSettings,
@@ -26,7 +26,7 @@ from models.checkpoints.tokenizer_files import (
     read_settings,
     read_template,
 )
-from models.config.json_files import shown
+from pallas_attn.models.config.json_files import shown
 
 SECONDS = 30
 """Maximum processor time of a request. Loading the largest tokenizer or encoding a book takes far less."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.checkpoints.files import read_json_object
-from models.config.entries import is_integer
-from models.config.json_files import is_present, read_bounded, shown
+from pallas_attn.models.checkpoints.files import read_json_object
+from pallas_attn.models.config.entries import is_integer
+from pallas_attn.models.config.json_files import is_present, read_bounded, shown
 
 type Token = str | dict[str, Any]
 """A token in a file: its text, or an object with its text as `content` and flags."""

@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from models.checkpoints.files import EMBEDDING, HEAD, MTP_COPIES, CheckpointError, Slices, open_checkpoint
-from models.config import (
+from pallas_attn.models.checkpoints.files import EMBEDDING, HEAD, MTP_COPIES, CheckpointError, Slices, open_checkpoint
+from pallas_attn.models.config import (
     INDEX_ROPE_INTERLEAVE,
     DeepSeekConfig,
     GQAConfig,
@@ -36,8 +36,8 @@ from models.config import (
     require_mtp,
     with_windows,
 )
-from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
-from models.decoder.mesh import (
+from pallas_attn.models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
+from pallas_attn.models.decoder.mesh import (
     COLUMNS,
     EXPERT_COLUMNS,
     EXPERTS,
@@ -49,7 +49,7 @@ from models.decoder.mesh import (
     place,
     slices_of_device,
 )
-from models.decoder.rope import halves_order
+from pallas_attn.models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
 

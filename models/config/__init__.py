@@ -7,20 +7,20 @@ types and ranges), `rope` (rotary embedding and its scaling), `windows` (attenti
 configurations).
 """
 
-from models.config.deepseek import INDEX_ROPE_INTERLEAVE as INDEX_ROPE_INTERLEAVE
-from models.config.deepseek import DeepSeekConfig as DeepSeekConfig
-from models.config.families import ModelConfig as ModelConfig
-from models.config.families import read_config as read_config
-from models.config.families import require_mtp as require_mtp
-from models.config.families import with_windows as with_windows
-from models.config.gqa import GQAConfig as GQAConfig
-from models.config.presets import GQA_PRESETS as GQA_PRESETS
-from models.config.presets import PRESETS as PRESETS
-from models.config.rope import Llama3RopeConfig as Llama3RopeConfig
-from models.config.rope import YarnConfig as YarnConfig
-from models.config.windows import CacheGroup as CacheGroup
-from models.config.windows import HeadWindows as HeadWindows
-from models.config.windows import LayerWindow as LayerWindow
-from models.config.windows import Windows as Windows
-from models.config.windows import cache_groups as cache_groups
-from models.config.windows import load_windows as load_windows
+from pallas_attn.models.config.deepseek import INDEX_ROPE_INTERLEAVE as INDEX_ROPE_INTERLEAVE
+from pallas_attn.models.config.deepseek import DeepSeekConfig as DeepSeekConfig
+from pallas_attn.models.config.families import ModelConfig as ModelConfig
+from pallas_attn.models.config.families import read_config as read_config
+from pallas_attn.models.config.families import require_mtp as require_mtp
+from pallas_attn.models.config.families import with_windows as with_windows
+from pallas_attn.models.config.gqa import GQAConfig as GQAConfig
+from pallas_attn.models.config.presets import GQA_PRESETS as GQA_PRESETS
+from pallas_attn.models.config.presets import PRESETS as PRESETS
+from pallas_attn.models.config.rope import Llama3RopeConfig as Llama3RopeConfig
+from pallas_attn.models.config.rope import YarnConfig as YarnConfig
+from pallas_attn.models.config.windows import CacheGroup as CacheGroup
+from pallas_attn.models.config.windows import HeadWindows as HeadWindows
+from pallas_attn.models.config.windows import LayerWindow as LayerWindow
+from pallas_attn.models.config.windows import Windows as Windows
+from pallas_attn.models.config.windows import cache_groups as cache_groups
+from pallas_attn.models.config.windows import load_windows as load_windows

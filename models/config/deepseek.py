@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from models.config.entries import (
+from pallas_attn.models.config.entries import (
     Json,
     at_least,
     check_experts_of_all_layers,
@@ -19,8 +19,8 @@ from models.config.entries import (
     token_ids,
     with_names,
 )
-from models.config.json_files import shown
-from models.config.rope import YarnConfig, read_rope, rope_entry
+from pallas_attn.models.config.json_files import shown
+from pallas_attn.models.config.rope import YarnConfig, read_rope, rope_entry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from models.config.json_files import shown
+from pallas_attn.models.config.json_files import shown
 
 type Json = Mapping[str, Any]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.config.deepseek import ONE_LATENT, ROUTING, DeepSeekConfig
-from models.config.entries import Json
-from models.config.gqa import FAMILIES, GQAConfig
-from models.config.json_files import shown
-from models.config.windows import Windows
+from pallas_attn.models.config.deepseek import ONE_LATENT, ROUTING, DeepSeekConfig
+from pallas_attn.models.config.entries import Json
+from pallas_attn.models.config.gqa import FAMILIES, GQAConfig
+from pallas_attn.models.config.json_files import shown
+from pallas_attn.models.config.windows import Windows
 
 type ModelConfig = DeepSeekConfig | GQAConfig
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from models.config.deepseek import DeepSeekConfig
-from models.config.gqa import GQAConfig
-from models.config.rope import YarnConfig
+from pallas_attn.models.config.deepseek import DeepSeekConfig
+from pallas_attn.models.config.gqa import GQAConfig
+from pallas_attn.models.config.rope import YarnConfig
 
 _tiny = functools.partial(
     DeepSeekConfig,

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config.entries import Json, json_object, number, read_fields
-from models.config.json_files import shown
+from pallas_attn.models.config.entries import Json, json_object, number, read_fields
+from pallas_attn.models.config.json_files import shown
 
 LENGTH, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 

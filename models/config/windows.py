@@ -22,9 +22,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from models.config.entries import Json, is_integer
-from models.config.json_files import read_json, shown
 from pallas_attn import FULL, HeadWindow
+from pallas_attn.models.config.entries import Json, is_integer
+from pallas_attn.models.config.json_files import read_json, shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig
 from pallas_attn import (
     CacheSpec,
     PagedIndexKeys,
@@ -25,6 +24,7 @@ from pallas_attn import (
     kv_cache_spec,
     latent_cache_spec,
 )
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig
 
 
 @jax.tree_util.register_dataclass

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from models.decoder.mesh import CONTEXT
 from pallas_attn import PAGE_NONE, parallel
+from pallas_attn.models.decoder.mesh import CONTEXT
 
 
 def own_lens(lens: Int32[Array, "n"], page_size: int) -> Int32[Array, "n"]:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
-from models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
-from models.decoder.mla import is_sparse, latents_of
-from models.decoder.settings import AttentionSettings
 from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from pallas_attn.models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
+from pallas_attn.models.decoder.mla import is_sparse, latents_of
+from pallas_attn.models.decoder.settings import AttentionSettings
 
 
 @dataclasses.dataclass(frozen=True)

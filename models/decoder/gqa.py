@@ -22,13 +22,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
-from models.decoder import contexts as split_contexts
-from models.decoder.layers import Linear, RMSNorm
-from models.decoder.mesh import CONTEXT
-from models.decoder.rope import CosSin, rotate
-from models.decoder.settings import AttentionSettings
-from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import (
     DecodePlan,
     HeadWindow,
@@ -41,6 +34,13 @@ from pallas_attn import (
     ragged_attention,
     write_kv,
 )
+from pallas_attn.models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
+from pallas_attn.models.decoder import contexts as split_contexts
+from pallas_attn.models.decoder.layers import Linear, RMSNorm
+from pallas_attn.models.decoder.mesh import CONTEXT
+from pallas_attn.models.decoder.rope import CosSin, rotate
+from pallas_attn.models.decoder.settings import AttentionSettings
+from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from models.config import DeepSeekConfig
-from models.decoder.layers import LayerNorm, Linear
-from models.decoder.rope import CosSin, rotate
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder.layers import LayerNorm, Linear
+from pallas_attn.models.decoder.rope import CosSin, rotate
 
 KEY_NORM_EPS = 1e-6
 """Epsilon of the norm of index keys, independent of the model's rms_norm_eps."""

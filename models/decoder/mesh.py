@@ -12,7 +12,7 @@ same as on one device. The axes:
   entries of the same heads. Output projections, hidden columns and the vocabulary are split.
 - `data` splits the requests. Each index along `data` is a data rank with its own requests and pages. All weights are
   copied to every rank, except experts, which are split over the ranks. Each rank gathers the tokens of all ranks for
-  its experts; with many ranks, tokens are sent only to the ranks of their experts (`models.moe.exchange`).
+  its experts; with many ranks, tokens are sent only to the ranks of their experts (`pallas_attn.models.moe.exchange`).
 
 Weights:
 
@@ -42,9 +42,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
-from models.decoder.caches import allocate_latents
 from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
+from pallas_attn.models.decoder.caches import allocate_latents
 
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 

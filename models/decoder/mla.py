@@ -29,15 +29,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from models.config import DeepSeekConfig
-from models.decoder import contexts as split_contexts
-from models.decoder.caches import IndexedLatent, LatentCache
-from models.decoder.indexer import Indexer
-from models.decoder.layers import Linear, RMSNorm
-from models.decoder.mesh import CONTEXT
-from models.decoder.rope import CosSin, rotate
-from models.decoder.settings import AttentionSettings
-from models.decoder.step_metadata import StepMetadata
 from pallas_attn import (
     DecodePlan,
     PagedIndexKeys,
@@ -52,6 +43,15 @@ from pallas_attn import (
     write_index_keys,
     write_latent,
 )
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import contexts as split_contexts
+from pallas_attn.models.decoder.caches import IndexedLatent, LatentCache
+from pallas_attn.models.decoder.indexer import Indexer
+from pallas_attn.models.decoder.layers import Linear, RMSNorm
+from pallas_attn.models.decoder.mesh import CONTEXT
+from pallas_attn.models.decoder.rope import CosSin, rotate
+from pallas_attn.models.decoder.settings import AttentionSettings
+from pallas_attn.models.decoder.step_metadata import StepMetadata
 
 INNER_NORM_EPS = 1e-6
 """Epsilon of the norms of queries and latents inside attention, independent of the model's rms_norm_eps."""

@@ -2,7 +2,7 @@
 
 A `Decoder` has the weights. Caches are arguments and results of a call. A step is one call of the model on the packed
 new tokens of several sequences. The families differ in attention (`mla` or `gqa`), in the cache (`caches`) and in the
-mixture of experts (`models.moe.layer`). All other code is shared.
+mixture of experts (`pallas_attn.models.moe.layer`). All other code is shared.
 
 A cache group is a set of layers with equal attention windows. A cache slot is the index of a token's place in the
 cache: page · page size + offset. If the KV heads of a cache group have different windows, each head has its own pages,
@@ -23,11 +23,20 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
-from models.decoder.caches import QUANTISED, Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
-from models.decoder.gqa import GQA, GQAStep, plan_step
-from models.decoder.layers import MLP, Linear, RMSNorm
-from models.decoder.mesh import (
+from pallas_attn import CacheSpec, PagedKV, PagedLatent
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
+from pallas_attn.models.decoder.caches import (
+    QUANTISED,
+    Caches,
+    IndexedLatent,
+    KVScales,
+    LayerCache,
+    allocate_caches,
+    cache_spec,
+)
+from pallas_attn.models.decoder.gqa import GQA, GQAStep, plan_step
+from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm
+from pallas_attn.models.decoder.mesh import (
     COLUMNS,
     CONTEXT,
     HEADS,
@@ -38,12 +47,11 @@ from models.decoder.mesh import (
     num_devices,
     own_kv_heads,
 )
-from models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
-from models.decoder.rope import CosSin, rope_table
-from models.decoder.settings import AttentionSettings
-from models.decoder.step_metadata import StepMetadata
-from models.moe.layer import BiasedMoE, MoE
-from pallas_attn import CacheSpec, PagedKV, PagedLatent
+from pallas_attn.models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
+from pallas_attn.models.decoder.rope import CosSin, rope_table
+from pallas_attn.models.decoder.settings import AttentionSettings
+from pallas_attn.models.decoder.step_metadata import StepMetadata
+from pallas_attn.models.moe.layer import BiasedMoE, MoE
 
 type AttentionStep = list[Part] | GQAStep
 """Inputs of attention that the layers of a cache group share in a step: metadata and decode plans. A list of the parts

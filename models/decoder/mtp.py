@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import DeepSeekConfig, require_mtp
-from models.decoder.caches import LatentCache, allocate_latents, cache_spec
-from models.decoder.layers import Linear, RMSNorm
-from models.decoder.mla import plan_rows, step_parts
-from models.decoder.model import (
+from pallas_attn.models.config import DeepSeekConfig, require_mtp
+from pallas_attn.models.decoder.caches import LatentCache, allocate_latents, cache_spec
+from pallas_attn.models.decoder.layers import Linear, RMSNorm
+from pallas_attn.models.decoder.mla import plan_rows, step_parts
+from pallas_attn.models.decoder.model import (
     Decoder,
     DecoderLayer,
     check_inside_shard_map,
@@ -36,9 +36,9 @@ from models.decoder.model import (
     rows_to_attend,
     vocabulary_logits,
 )
-from models.decoder.rope import rope_table
-from models.decoder.settings import AttentionSettings
-from models.decoder.step_metadata import StepMetadata
+from pallas_attn.models.decoder.rope import rope_table
+from pallas_attn.models.decoder.settings import AttentionSettings
+from pallas_attn.models.decoder.step_metadata import StepMetadata
 
 type MTPCaches = tuple[LatentCache, ...]
 """Latent cache of each module."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import ModelConfig, YarnConfig
-from models.config.rope import RopeScaling
+from pallas_attn.models.config import ModelConfig, YarnConfig
+from pallas_attn.models.config.rope import RopeScaling
 
 type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 """Cosines and sines, float32 [T, R / 2] each, of the rotation angle of each token and pair."""

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from models.decoder.caches import Caches
-from models.decoder.model import Step
-from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import PAGE_NONE
+from pallas_attn.models.decoder.caches import Caches
+from pallas_attn.models.decoder.model import Step
+from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
 
 PAGE_SIZE = 64
 """Tokens per page of the sequence's cache."""

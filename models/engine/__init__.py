@@ -1,6 +1,6 @@
 """The inference engine: takes requests with prompts and returns generated tokens.
 
-The package imports `models.config` and `models.decoder`. Modules in reading order:
+The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`. Modules in reading order:
 
 - `engine`: the main loop and the public methods. `assembly` constructs the parts of an engine. `tracked_request` and
   `step_log` record requests and steps.
@@ -20,38 +20,38 @@ The package imports `models.config` and `models.decoder`. Modules in reading ord
 - `verify`: compares generated tokens with an independent computation.
 """
 
-from models.engine.config import EngineConfig as EngineConfig
-from models.engine.distributed.processes import ProcessError as ProcessError
-from models.engine.distributed.processes import Processes as Processes
-from models.engine.engine import Engine as Engine
-from models.engine.kv_transfer.cached_pages import CachedPages as CachedPages
-from models.engine.kv_transfer.incoming_pages import IncomingPages as IncomingPages
-from models.engine.kv_transfer.remote_prefill import HandOverError as HandOverError
-from models.engine.kv_transfer.remote_prefill import RemotePrefill as RemotePrefill
-from models.engine.kv_transfer.remote_prefill import TransferError as TransferError
-from models.engine.kv_transfer.remote_prefill import serve_prefill as serve_prefill
-from models.engine.kv_transfer.transport import SocketTransport as SocketTransport
-from models.engine.kv_transfer.transport import Transport as Transport
-from models.engine.kv_transfer.transport import TransportError as TransportError
-from models.engine.kv_transfer.written_pages import ConsumerError as ConsumerError
-from models.engine.kv_transfer.written_pages import WrittenChunk as WrittenChunk
-from models.engine.kv_transfer.written_pages import WrittenFeed as WrittenFeed
-from models.engine.kv_transfer.written_pages import WrittenLayer as WrittenLayer
-from models.engine.outputs import EngineStats as EngineStats
-from models.engine.outputs import RequestOutput as RequestOutput
-from models.engine.outputs import StepRecord as StepRecord
-from models.engine.request import SamplingParams as SamplingParams
-from models.engine.speculation.draft_model import DraftModelProposer as DraftModelProposer
-from models.engine.speculation.mtp import MTPProposer as MTPProposer
-from models.engine.speculation.ngram import NGramProposer as NGramProposer
-from models.engine.speculation.proposer import DraftRows as DraftRows
-from models.engine.speculation.proposer import DraftTree as DraftTree
-from models.engine.speculation.proposer import ObservedStep as ObservedStep
-from models.engine.speculation.proposer import Proposer as Proposer
-from models.engine.speculation.proposer import ProposerSizes as ProposerSizes
-from models.engine.speculation.proposer import Speculation as Speculation
-from models.engine.verify import Decoded as Decoded
-from models.engine.verify import Difference as Difference
-from models.engine.verify import PlainRun as PlainRun
-from models.engine.verify import RequestCheck as RequestCheck
-from models.engine.verify import Verification as Verification
+from pallas_attn.models.engine.config import EngineConfig as EngineConfig
+from pallas_attn.models.engine.distributed.processes import ProcessError as ProcessError
+from pallas_attn.models.engine.distributed.processes import Processes as Processes
+from pallas_attn.models.engine.engine import Engine as Engine
+from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages as CachedPages
+from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages as IncomingPages
+from pallas_attn.models.engine.kv_transfer.remote_prefill import HandOverError as HandOverError
+from pallas_attn.models.engine.kv_transfer.remote_prefill import RemotePrefill as RemotePrefill
+from pallas_attn.models.engine.kv_transfer.remote_prefill import TransferError as TransferError
+from pallas_attn.models.engine.kv_transfer.remote_prefill import serve_prefill as serve_prefill
+from pallas_attn.models.engine.kv_transfer.transport import SocketTransport as SocketTransport
+from pallas_attn.models.engine.kv_transfer.transport import Transport as Transport
+from pallas_attn.models.engine.kv_transfer.transport import TransportError as TransportError
+from pallas_attn.models.engine.kv_transfer.written_pages import ConsumerError as ConsumerError
+from pallas_attn.models.engine.kv_transfer.written_pages import WrittenChunk as WrittenChunk
+from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed as WrittenFeed
+from pallas_attn.models.engine.kv_transfer.written_pages import WrittenLayer as WrittenLayer
+from pallas_attn.models.engine.outputs import EngineStats as EngineStats
+from pallas_attn.models.engine.outputs import RequestOutput as RequestOutput
+from pallas_attn.models.engine.outputs import StepRecord as StepRecord
+from pallas_attn.models.engine.request import SamplingParams as SamplingParams
+from pallas_attn.models.engine.speculation.draft_model import DraftModelProposer as DraftModelProposer
+from pallas_attn.models.engine.speculation.mtp import MTPProposer as MTPProposer
+from pallas_attn.models.engine.speculation.ngram import NGramProposer as NGramProposer
+from pallas_attn.models.engine.speculation.proposer import DraftRows as DraftRows
+from pallas_attn.models.engine.speculation.proposer import DraftTree as DraftTree
+from pallas_attn.models.engine.speculation.proposer import ObservedStep as ObservedStep
+from pallas_attn.models.engine.speculation.proposer import Proposer as Proposer
+from pallas_attn.models.engine.speculation.proposer import ProposerSizes as ProposerSizes
+from pallas_attn.models.engine.speculation.proposer import Speculation as Speculation
+from pallas_attn.models.engine.verify import Decoded as Decoded
+from pallas_attn.models.engine.verify import Difference as Difference
+from pallas_attn.models.engine.verify import PlainRun as PlainRun
+from pallas_attn.models.engine.verify import RequestCheck as RequestCheck
+from pallas_attn.models.engine.verify import Verification as Verification

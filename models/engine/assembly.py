@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from models.config import DeepSeekConfig
-from models.decoder import Decoder, normal_mesh, split_model
-from models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
-from models.engine.config import EngineConfig, RunnerConfig
-from models.engine.distributed.processes import Processes
-from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
-from models.engine.scheduler import Scheduler
-from models.engine.speculation.draft_control import DraftControl, step_cost
 from pallas_attn.cache import GroupPools, PrefixCache
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import Decoder, normal_mesh, split_model
+from pallas_attn.models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
+from pallas_attn.models.engine.config import EngineConfig, RunnerConfig
+from pallas_attn.models.engine.distributed.processes import Processes
+from pallas_attn.models.engine.group_sizes import GroupSizes, group_sizes, make_pools
+from pallas_attn.models.engine.scheduler import Scheduler
+from pallas_attn.models.engine.speculation.draft_control import DraftControl, step_cost
 
 
 def check_mesh(model: Decoder, config: EngineConfig, processes: Processes | None) -> None:

@@ -10,7 +10,7 @@ import os
 import shlex
 from pathlib import Path
 
-from models.engine.config import Bucket
+from pallas_attn.models.engine.config import Bucket
 
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"

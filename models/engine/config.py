@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from models.decoder import KVScales, StepSizes, normal_mesh
-from models.engine.group_sizes import GroupSizes
-from models.engine.speculation.proposer import Speculation
+from pallas_attn.models.decoder import KVScales, StepSizes, normal_mesh
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.speculation.proposer import Speculation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,23 +36,29 @@ from typing import Any
 
 import numpy as np
 
-from models.decoder import Decoder
-from models.engine.assembly import check_mesh, checked_model_len, make_groups, make_rank_pools, make_schedulers
-from models.engine.config import EngineConfig
-from models.engine.distributed.data_ranks import DataRanks
-from models.engine.distributed.processes import Processes
-from models.engine.kv_transfer.cached_pages import CachedPages
-from models.engine.kv_transfer.engine_transfers import EngineTransfers
-from models.engine.kv_transfer.incoming_pages import IncomingPages
-from models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
-from models.engine.outputs import EngineStats, RequestId, RequestOutput
-from models.engine.request import NONFINITE, Request, SamplingParams, as_integers
-from models.engine.runner import Runner
-from models.engine.scheduler import RequestRefused
-from models.engine.step.plan import StepPlan
-from models.engine.step_log import LaunchedStep, StepLog
-from models.engine.tracked_request import OnToken, TrackedRequest
 from pallas_attn.cache import PrefixCache
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine.assembly import (
+    check_mesh,
+    checked_model_len,
+    make_groups,
+    make_rank_pools,
+    make_schedulers,
+)
+from pallas_attn.models.engine.config import EngineConfig
+from pallas_attn.models.engine.distributed.data_ranks import DataRanks
+from pallas_attn.models.engine.distributed.processes import Processes
+from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages
+from pallas_attn.models.engine.kv_transfer.engine_transfers import EngineTransfers
+from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
+from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
+from pallas_attn.models.engine.outputs import EngineStats, RequestId, RequestOutput
+from pallas_attn.models.engine.request import NONFINITE, Request, SamplingParams, as_integers
+from pallas_attn.models.engine.runner import Runner
+from pallas_attn.models.engine.scheduler import RequestRefused
+from pallas_attn.models.engine.step.plan import StepPlan
+from pallas_attn.models.engine.step_log import LaunchedStep, StepLog
+from pallas_attn.models.engine.tracked_request import OnToken, TrackedRequest
 
 
 class Engine:

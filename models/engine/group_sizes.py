@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from models.config import CacheGroup, HeadWindows, LayerWindow, ModelConfig, cache_groups
 from pallas_attn import FULL
 from pallas_attn.cache import GroupPools, HeadPagePool
+from pallas_attn.models.config import CacheGroup, HeadWindows, LayerWindow, ModelConfig, cache_groups
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.engine.request import FinishReason
+from pallas_attn.models.engine.request import FinishReason
 
 type RequestId = int | str
 

@@ -16,15 +16,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
-from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
-from models.decoder.mesh import DATA, cache_partition
-from models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM, gpu_options
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.distributed.processes import Processes
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cache_rows import CacheRows
-from models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
-from models.engine.speculation.step import (
+from pallas_attn import compile_ahead
+from pallas_attn.models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
+from pallas_attn.models.decoder.mesh import DATA, cache_partition
+from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM, gpu_options
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.distributed.processes import Processes
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.cache_rows import CacheRows
+from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
+from pallas_attn.models.engine.speculation.step import (
     SpeculativeState,
     allocate_state,
     check_trees,
@@ -32,12 +33,11 @@ from models.engine.speculation.step import (
     run_speculative_step,
     state_partition,
 )
-from models.engine.step.layered import LayeredStep, OnLayer, copying_rows
-from models.engine.step.packed import PackedStep
-from models.engine.step.plain import run_step
-from models.engine.step.plan import StepPlan
-from models.engine.step.result import StepResult
-from pallas_attn import compile_ahead
+from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plain import run_step
+from pallas_attn.models.engine.step.plan import StepPlan
+from pallas_attn.models.engine.step.result import StepResult
 
 
 class Runner:

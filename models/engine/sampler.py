@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from models.engine.request import NONFINITE
+from pallas_attn.models.engine.request import NONFINITE
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject

@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-from models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
-from models.engine.speculation.draft_control import DraftControl, counted
-from models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
+from pallas_attn.models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
+from pallas_attn.models.engine.speculation.draft_control import DraftControl, counted
+from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 
 STEP_TOKENS = 2048
 """Fixed cost of a step, in prompt tokens whose computation takes equally long.

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 
-from models.engine.group_sizes import GroupSizes
-from models.engine.outputs import GroupStats, StepRecord, Totals
-from models.engine.runner import StepResult
-from models.engine.step.plan import RowTokens
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.outputs import GroupStats, StepRecord, Totals
+from pallas_attn.models.engine.runner import StepResult
+from pallas_attn.models.engine.step.plan import RowTokens
 
 
 @dataclasses.dataclass(frozen=True)

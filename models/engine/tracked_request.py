@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.engine.outputs import RequestId, RequestOutput
-from models.engine.request import NONFINITE, FinishReason, Request
+from pallas_attn.models.engine.outputs import RequestId, RequestOutput
+from pallas_attn.models.engine.request import NONFINITE, FinishReason, Request
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
 """Callback (request_id, token, finish_reason), called once per generated token. The finish reason is "stop" or "length"

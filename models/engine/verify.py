@@ -54,7 +54,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from models.decoder import (
+from pallas_attn.models.decoder import (
     AttentionSettings,
     Caches,
     Decoder,
@@ -68,9 +68,9 @@ from models.decoder import (
     split_model,
     with_settings,
 )
-from models.decoder.mesh import replicated, spans_processes
-from models.engine.request import NONFINITE, SamplingParams
-from models.engine.sampler import SamplingRows, losses, sample
+from pallas_attn.models.decoder.mesh import replicated, spans_processes
+from pallas_attn.models.engine.request import NONFINITE, SamplingParams
+from pallas_attn.models.engine.sampler import SamplingRows, losses, sample
 
 TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
 """Maximum loss of a token of a float32 model, in units of logits. The key is the dtype of the cache: float32, or the

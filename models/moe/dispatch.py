@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from models.decoder.layers import swiglu
-from models.moe.expert_gemms import (
+from pallas_attn import capability
+from pallas_attn.models.decoder.layers import swiglu
+from pallas_attn.models.moe.expert_gemms import (
     blockwise,
     hopper_all_experts,
     hopper_gather,
@@ -28,8 +29,7 @@ from models.moe.expert_gemms import (
     hopper_supports,
     row_by_row,
 )
-from models.moe.experts import Experts
-from pallas_attn import capability
+from pallas_attn.models.moe.experts import Experts
 
 MAX_COUNTED_PAIRS = 4096
 """Maximum number of pairs that are sorted by counting, which compares every pair with every pair twice: 2 · 17 million
@@ -79,8 +79,8 @@ def few_rows_method(
     if capability().platform != "gpu":
         return None
     if hopper_supports(experts):
-        from models.moe.kernels import all_expert_gemm
-        from models.moe.kernels.gather_gemm import MAX_ROWS
+        from pallas_attn.models.moe.kernels import all_expert_gemm
+        from pallas_attn.models.moe.kernels.gather_gemm import MAX_ROWS
 
         is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
         per_expert = num_rows <= MAX_FEW_ROWS and is_plain
@@ -219,7 +219,7 @@ def sum_with_shared(
 ) -> Float[Array, "T D"]:
     """Return the weighted sum of the results of each row plus the results of shared experts. `y` has the format that
     `hopper_all_experts` returns with shared experts."""
-    from models.moe.kernels.pipeline import round_up
+    from pallas_attn.models.moe.kernels.pipeline import round_up
 
     num_rows, num_pairs = weights.shape[0], weights.size
     total = weighted_sum(y[:num_pairs], weights, jnp.float32)

@@ -30,9 +30,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
-from models.decoder.layers import project
-from models.moe.experts import Experts, SharedExperts
 from pallas_attn import call_cached, capability
+from pallas_attn.models.decoder.layers import project
+from pallas_attn.models.moe.experts import Experts, SharedExperts
 
 MAX_PACKED_PAIRS = 32
 """Maximum number of pairs for which `hopper_gather` stores the results of GEMM1 in one row per pair. GEMM2 then
@@ -86,8 +86,8 @@ def hopper_gather(
         arbitrary.
       are_distinct: whether no two pairs have the same expert, as for the pairs of a single row.
     """
-    from models.moe.kernels.gather_gemm import GatherGemm, Pairs, gather_gemm, split_k_helps
-    from models.moe.kernels.pipeline import round_up
+    from pallas_attn.models.moe.kernels.gather_gemm import GatherGemm, Pairs, gather_gemm, split_k_helps
+    from pallas_attn.models.moe.kernels.pipeline import round_up
 
     num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.is_gated
@@ -129,8 +129,8 @@ def hopper_all_experts(
       followed by the results of all rows for each shared expert, also padded to a multiple of 8.
       `dispatch.sum_with_shared` adds them up.
     """
-    from models.moe.kernels.all_expert_gemm import AllExpertGemm, Chains, all_expert_gemm
-    from models.moe.kernels.pipeline import round_up
+    from pallas_attn.models.moe.kernels.all_expert_gemm import AllExpertGemm, Chains, all_expert_gemm
+    from pallas_attn.models.moe.kernels.pipeline import round_up
 
     num_pairs, num_rows = expert.shape[0], x.shape[0]
     gate_up, down = (None, None) if shared is None else shared
@@ -174,9 +174,9 @@ def hopper_grouped_pairs(
       Results, sorted by expert, where the results of each expert are padded to a multiple of 8 rows; and the index of
       each pair's result.
     """
-    from models.moe.kernels.grouped_gemm import TILE_ROWS, GroupedGemm, grouped_gemm
-    from models.moe.kernels.row_tiles import RowTiles, first_rows, padded_rows, sums_before
-    from models.moe.kernels.swap_ab_gemm import SwapAbGemm, swap_ab_gemm, tile_rows_of
+    from pallas_attn.models.moe.kernels.grouped_gemm import TILE_ROWS, GroupedGemm, grouped_gemm
+    from pallas_attn.models.moe.kernels.row_tiles import RowTiles, first_rows, padded_rows, sums_before
+    from pallas_attn.models.moe.kernels.swap_ab_gemm import SwapAbGemm, swap_ab_gemm, tile_rows_of
 
     num_pairs, num_experts = source.shape[0], sizes.shape[0]
     swap_ab = num_pairs <= MAX_SWAP_AB_ROWS * num_experts

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from models.decoder.layers import MLP, swiglu
+from pallas_attn.models.decoder.layers import MLP, swiglu
 
 
 @dataclasses.dataclass(frozen=True)

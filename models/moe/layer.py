@@ -14,14 +14,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from models.config import DeepSeekConfig, GQAConfig
-from models.decoder.layers import MLP, Linear
-from models.decoder.mesh import ExpertSplit
-from models.moe import dispatch
-from models.moe.expert_gemms import hopper_all_experts
-from models.moe.experts import ClampedSwiglu, Experts, SharedExperts
-from models.moe.router import Router
-from models.moe.split_experts import routed_experts
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig
+from pallas_attn.models.decoder.layers import MLP, Linear
+from pallas_attn.models.decoder.mesh import ExpertSplit
+from pallas_attn.models.moe import dispatch
+from pallas_attn.models.moe.expert_gemms import hopper_all_experts
+from pallas_attn.models.moe.experts import ClampedSwiglu, Experts, SharedExperts
+from pallas_attn.models.moe.router import Router
+from pallas_attn.models.moe.split_experts import routed_experts
 
 
 class MoE(nnx.Module):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import DeepSeekConfig
-from models.decoder.layers import project
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder.layers import project
 
 MAX_COMPARISONS = 2**23
 """Maximum of rows · experts² for which experts are ranked by comparing all experts of a row with each other, instead of

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
-from models.moe.dispatch import ExpertGroups, apply_experts, weighted_sum
-from models.moe.exchange import ExpertExchange
-from models.moe.experts import Experts
+from pallas_attn.models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
+from pallas_attn.models.moe.dispatch import ExpertGroups, apply_experts, weighted_sum
+from pallas_attn.models.moe.exchange import ExpertExchange
+from pallas_attn.models.moe.experts import Experts
 
 NOT_LIVE = -1
 """Expert number of padding rows. No expert has this number, so no device computes these rows."""

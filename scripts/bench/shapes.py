@@ -5,7 +5,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from models.config import PRESETS
+from pallas_attn.models.config import PRESETS
 
 DEEPSEEK_V3 = dataclasses.replace(
     PRESETS["mla-25m"],

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from models.checkpoints import load_model
-from models.config import DeepSeekConfig
-from models.decoder import AttentionSettings, Decoder, pad_tokens, run_sequence, split_model
+from pallas_attn.models.checkpoints import load_model
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, pad_tokens, run_sequence, split_model
 from scripts.bench.harness import device
-from scripts.cli.command_line import check_outputs, exit_status, write_report
 from scripts.tools.wide_latents import save_wide
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.output_files import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "durations.json"

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.cli.command_line import Failure, UsageError, check_outputs, exit_status, write_report
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.command_line import Failure, UsageError, check_outputs, exit_status, write_report
+from pallas_attn.models.cli.output_files import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("smoke", "contract", "benchmarks")

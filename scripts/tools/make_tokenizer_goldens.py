@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers  # pyrefly: ignore[missing-import]
 
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.output_files import output_file
 from scripts.tools.tokenizer_layouts import LAYOUTS, QUESTION, TEXTS, Files, write
 
 OUT = Path(__file__).resolve().parents[2] / "tests" / "models" / "tokenizer_layouts.json"

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.output_files import output_file
 from scripts.tools.charts import Line, Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("plain", "cold", "warm")

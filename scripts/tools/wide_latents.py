@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from models.checkpoints.files import open_checkpoint
+from pallas_attn.models.checkpoints.files import open_checkpoint
 
 LATENT_DIM = 128
 

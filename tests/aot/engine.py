@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
-from models.decoder import AttentionSettings, Decoder, split_model
-from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
-from models.engine.compile_options import gpu_options
-from models.engine.config import Bucket, EngineConfig, RunnerConfig
-from models.engine.group_sizes import group_sizes
-from models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
-from models.engine.step.layered import LayeredStep, apply_layer_range
-from models.engine.step.packed import PackedStep
-from models.engine.step.plain import run_step
 from pallas_attn import FULL
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, split_model
+from pallas_attn.models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
+from pallas_attn.models.engine.compile_options import gpu_options
+from pallas_attn.models.engine.config import Bucket, EngineConfig, RunnerConfig
+from pallas_attn.models.engine.group_sizes import group_sizes
+from pallas_attn.models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
+from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plain import run_step
 from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot.case import Case, deferred, on_b200, shape
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.moe import dispatch, split_experts
-from models.moe.experts import ClampedSwiglu, Experts
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from pallas_attn.models.moe import dispatch, split_experts
+from pallas_attn.models.moe.experts import ClampedSwiglu, Experts
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
 MIB = 2**20

@@ -27,14 +27,6 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models.config import ModelConfig
-from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
-from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
-from models.engine.compile_options import gpu_options
-from models.engine.config import Bucket
-from models.engine.group_sizes import group_sizes
-from models.engine.step.packed import PackedStep
-from models.engine.step.plain import run_step
 from pallas_attn import (
     PagedKV,
     PagedLatent,
@@ -45,6 +37,14 @@ from pallas_attn import (
     parallel,
     write_kv,
 )
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, over_mesh, split_model
+from pallas_attn.models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
+from pallas_attn.models.engine.compile_options import gpu_options
+from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.group_sizes import group_sizes
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plain import run_step
 from tests.aot import device, engine
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()

@@ -18,8 +18,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("pallas_attn", "models", "scripts", "tests")
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pallas_attn", "scripts", "tests")
 LIBRARY, OPS = ROOT / "pallas_attn", ROOT / "pallas_attn" / "ops"
 OVERVIEWS = ("explain", "__main__")
 """Modules of the library that import every operation. They do not affect compiled kernels and are left out."""
@@ -122,4 +122,5 @@ def _exists(module: str) -> bool:
 
 def _file(module: str) -> Path:
     path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if (path / "__init__.py").is_file() else path.with_suffix(".py")
+    file = path / "__init__.py" if (path / "__init__.py").is_file() else path.with_suffix(".py")
+    return file.resolve()  # pallas_attn/models is a link to models

@@ -13,8 +13,8 @@ import datetime
 import json
 import sys
 
+from pallas_attn.models.cli.output_files import output_file
 from scripts.bench.harness.device import commit, versions
-from scripts.cli.output_files import output_file
 from tests.aot.environment import ROOT
 from tests.aot.triton_cases import CARDS
 from tests.aot.triton_compile import TritonCompiler

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import pytest
 
-from models.engine import verify
-from models.engine.config import Bucket
-from models.engine.runner import Runner
+from pallas_attn.models.engine import verify
+from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.runner import Runner
 
 ALIKE: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
 """Description of each runner that may share steps: everything that its compiled steps depend on. The keys are weak,

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import jax
 
-from models.checkpoints import random_model
-from models.config import DeepSeekConfig, YarnConfig
-from models.decoder import AttentionSettings, Decoder
-from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import DeepSeekConfig, YarnConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
 
 MAX_TOKENS = 20
 VOCAB_SIZE = 64

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config import GQAConfig, HeadWindows, LayerWindow
+from pallas_attn.models.config import GQAConfig, HeadWindows, LayerWindow
 from tests.models.oracle import linear, mlp
 
 type Tensors = Mapping[str, np.ndarray]

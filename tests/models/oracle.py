@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config import DeepSeekConfig
+from pallas_attn.models.config import DeepSeekConfig
 
 type Tensors = Mapping[str, np.ndarray]
 

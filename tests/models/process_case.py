@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import os, signal, sys, time
 import jax, numpy as np
-from models.decoder import make_mesh, over_mesh
-from models.engine import Processes, ProcessError
+from pallas_attn.models.decoder import make_mesh, over_mesh
+from pallas_attn.models.engine import Processes, ProcessError
 from jax.sharding import PartitionSpec as P
 
 index, port, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3] if sys.argv[1] == "1" else ""

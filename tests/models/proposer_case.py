@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from models.engine import DraftRows, DraftTree, Engine, Proposer
+from pallas_attn.models.engine import DraftRows, DraftTree, Engine, Proposer
 
 LONGEST = 128
 

@@ -10,13 +10,13 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from models.engine import SamplingParams
-from models.engine.request import Request, RequestRefused
-from models.engine.scheduler import Scheduler
-from models.engine.speculation.draft_control import DraftControl
-from models.engine.step.plan import RowTokens, StepPlan
 from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
+from pallas_attn.models.engine import SamplingParams
+from pallas_attn.models.engine.request import Request, RequestRefused
+from pallas_attn.models.engine.scheduler import Scheduler
+from pallas_attn.models.engine.speculation.draft_control import DraftControl
+from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 from tests.cache.prefix_case import Heads, make_pools
 
 VOCAB = 7

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decoder import Caches, Decoder, GroupTables, StepMetadata
-from models.decoder.caches import IndexedLatent
-from models.decoder.mla import latents_of
 from pallas_attn import PagedKV, PagedLatent
+from pallas_attn.models.decoder import Caches, Decoder, GroupTables, StepMetadata
+from pallas_attn.models.decoder.caches import IndexedLatent
+from pallas_attn.models.decoder.mla import latents_of
 
 PAGE_SIZE = 8
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, ModelConfig
-from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation
-from models.engine.speculation import step as speculative_step
-from models.engine.step import plain as plain_step
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation
+from pallas_attn.models.engine.speculation import step as speculative_step
+from pallas_attn.models.engine.step import plain as plain_step
 from tests.models import engine_case, test_engine_windows, test_gqa_hopper
 from tests.models.engine_case import PROMPTS
 from tests.models.proposer_case import KnowingProposer, tell

@@ -16,12 +16,12 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, HeadWindows
-from models.decoder import Decoder
-from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
-from models.engine.kv_transfer.cached_pages import _digest
 from pallas_attn import FULL
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.kv_transfer.cached_pages import _digest
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS

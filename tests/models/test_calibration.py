@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_kv_scales, load_model, random_model, save_kv_scales
-from models.checkpoints.calibration import calibrate
-from models.config import GQA_PRESETS, PRESETS
-from models.decoder import Decoder, KVScales
-from models.decoder.gqa import GQA
-from models.engine import Decoded, PlainRun, SamplingParams
+from pallas_attn.models.checkpoints import load_kv_scales, load_model, random_model, save_kv_scales
+from pallas_attn.models.checkpoints.calibration import calibrate
+from pallas_attn.models.config import GQA_PRESETS, PRESETS
+from pallas_attn.models.decoder import Decoder, KVScales
+from pallas_attn.models.decoder.gqa import GQA
+from pallas_attn.models.engine import Decoded, PlainRun, SamplingParams
 from tests.kit.slow_cases import slow_cases
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3"

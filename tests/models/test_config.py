@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints import count_parameters
-from models.config import PRESETS, DeepSeekConfig, YarnConfig
+from pallas_attn.models.checkpoints import count_parameters
+from pallas_attn.models.config import PRESETS, DeepSeekConfig, YarnConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

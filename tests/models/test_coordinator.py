@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from models.engine import ProcessError, Processes
-from models.engine.distributed import coordination_service
-from models.engine.distributed.coordination_service import Listener, Refused
-from models.engine.distributed.secret import VARIABLE, SecretError, shared_secret
+from pallas_attn.models.engine import ProcessError, Processes
+from pallas_attn.models.engine.distributed import coordination_service
+from pallas_attn.models.engine.distributed.coordination_service import Listener, Refused
+from pallas_attn.models.engine.distributed.secret import VARIABLE, SecretError, shared_secret
 from tests.models.process_case import WORKER, Group, fixture_group, free_port  # noqa: F401
 
 SECRET = b"a secret of 24 bytes ..."
@@ -375,7 +375,7 @@ def test_raw_clients_and_restarts_do_not_end_the_processes(group: Group, tmp_pat
 
 START_FAULT = """
 import os, signal, sys, time
-from models.engine import Processes
+from pallas_attn.models.engine import Processes
 
 def give_up(verdict):
     print("given up:", verdict, flush=True)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from models.engine import SamplingParams
-from models.engine.distributed.data_ranks import DataRanks
-from models.engine.request import Request, RequestRefused
-from models.engine.step.plan import RowTokens, StepPlan
+from pallas_attn.models.engine import SamplingParams
+from pallas_attn.models.engine.distributed.data_ranks import DataRanks
+from pallas_attn.models.engine.request import Request, RequestRefused
+from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 from tests.models.scheduler_case import FakeEngine, Limits
 
 PROMPT = [1, 2, 3, 4, 5]

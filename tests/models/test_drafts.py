@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.request import Request
-from models.engine.sampler import SamplingRows, sample
-from models.engine.speculation.draft_control import (
+from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.sampler import SamplingRows, sample
+from pallas_attn.models.engine.speculation.draft_control import (
     FORGOTTEN_STEPS,
     PROBE_STEPS,
     RAREST_PROBE_STEPS,
@@ -22,9 +22,9 @@ from models.engine.speculation.draft_control import (
     counted,
     step_cost,
 )
-from models.engine.speculation.ngram import continue_ngrams
-from models.engine.speculation.proposer import DraftTree
-from models.engine.speculation.step import accept, accept_branch
+from pallas_attn.models.engine.speculation.ngram import continue_ngrams
+from pallas_attn.models.engine.speculation.proposer import DraftTree
+from pallas_attn.models.engine.speculation.step import accept, accept_branch
 from tests.kit.slow_cases import slow_cases
 
 find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))

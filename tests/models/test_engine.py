@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.checkpoints import random_model
-from models.decoder.caches import allocate_caches
-from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, scheduler
-from models.engine.runner import Runner, StepResult
-from models.engine.verify import verify
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.decoder.caches import allocate_caches
+from pallas_attn.models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, scheduler
+from pallas_attn.models.engine.runner import Runner, StepResult
+from pallas_attn.models.engine.verify import verify
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import (
     CONFIG,
@@ -380,7 +380,7 @@ def test_failed_device_loses_no_token(monkeypatch):
         ample.step()
     before = ample.output(ids[0]).output_ids
     jax.tree.map(lambda pages: pages.delete(), ample._runner._caches)
-    monkeypatch.setattr("models.decoder.model.allocate_caches", failing_once(allocate_caches))
+    monkeypatch.setattr("pallas_attn.models.decoder.model.allocate_caches", failing_once(allocate_caches))
     for error in (RuntimeError, jax.errors.JaxRuntimeError):
         with pytest.raises(error, match=r"deleted|donated|RESOURCE_EXHAUSTED"):
             ample.step()

@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import pytest
 
-import models.engine
 import pallas_attn.cache
-from models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
-from models.engine import engine as engine_module
-from models.engine.request import NONFINITE
-from models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
+import pallas_attn.models.engine
+from pallas_attn.models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
+from pallas_attn.models.engine import engine as engine_module
+from pallas_attn.models.engine.request import NONFINITE
+from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
 
-HOST_CODE = tuple(str(Path(package.__file__).parent) for package in (models.engine, pallas_attn.cache))
+HOST_CODE = tuple(str(Path(package.__file__).parent) for package in (pallas_attn.models.engine, pallas_attn.cache))
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 BROKEN = VOCAB_SIZE - 1
 """Token after which the logits of the fake model are not finite."""

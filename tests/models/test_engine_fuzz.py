@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from models.decoder import Decoder
-from models.engine import (
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine import (
     Decoded,
     Engine,
     EngineConfig,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from models.engine import Engine, SamplingParams
+from pallas_attn.models.engine import Engine, SamplingParams
 from tests.models.test_engine_faults import SMALL, FakeRunner, fake_engine
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.decoder import AttentionSettings
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.verify import verify
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.verify import verify
 from tests.models.engine_case import CONFIG
 
 MAX_LEN, MAX_TOKENS = 640, 24

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.checkpoints import random_model, random_mtp
-from models.decoder import MTP, Decoder, split_model, split_module
-from models.engine import (
+from pallas_attn.models.checkpoints import random_model, random_mtp
+from pallas_attn.models.decoder import MTP, Decoder, split_model, split_module
+from pallas_attn.models.engine import (
     Decoded,
     DraftRows,
     Engine,
@@ -27,8 +27,8 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
-from models.engine.speculation.mtp import MTPState
-from models.engine.verify import verify
+from pallas_attn.models.engine.speculation.mtp import MTPState
+from pallas_attn.models.engine.verify import verify
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import CONFIG, DRAWN, GREEDY, MAX_TOKENS, VOCAB_SIZE, padded
 from tests.models.step_case import Pages, step

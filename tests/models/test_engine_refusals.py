@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engine import Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams
 from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
 
 

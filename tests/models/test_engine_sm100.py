@@ -14,12 +14,12 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, HeadWindows
-from models.decoder import AttentionSettings
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.verify import verify
 from pallas_attn import FULL
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.verify import verify
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.runtime.device import INTERPRET_VARIABLE
 from tests.kit import harness

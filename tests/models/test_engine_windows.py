@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, HeadWindows
-from models.decoder import Caches, Decoder
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.step.packed import PackedStep
-from models.engine.verify import verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows
+from pallas_attn.models.decoder import Caches, Decoder
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.verify import verify
 from tests.models.engine_case import PROMPTS, QUICK, compile_events
 
 pytestmark = pytest.mark.usefixtures("shared_steps")

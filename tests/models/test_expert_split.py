@@ -16,11 +16,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from models.decoder import over_mesh
-from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
-from models.moe import dispatch, split_experts
-from models.moe import exchange as expert_exchange
-from models.moe.experts import Experts
+from pallas_attn.models.decoder import over_mesh
+from pallas_attn.models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
+from pallas_attn.models.moe import dispatch, split_experts
+from pallas_attn.models.moe import exchange as expert_exchange
+from pallas_attn.models.moe.experts import Experts
 from tests.kit.slow_cases import slow_cases
 from tests.models.test_moe import biased_experts, draw_experts
 

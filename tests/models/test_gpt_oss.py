@@ -14,12 +14,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import CheckpointError, count_parameters, load_model
-from models.checkpoints.files import open_checkpoint
-from models.config import GQA_PRESETS, CacheGroup, GQAConfig, HeadWindows, YarnConfig, cache_groups, read_config
-from models.decoder.gqa import GQA
-from models.moe.layer import BiasedMoE
 from pallas_attn import FULL
+from pallas_attn.models.checkpoints import CheckpointError, count_parameters, load_model
+from pallas_attn.models.checkpoints.files import open_checkpoint
+from pallas_attn.models.config import (
+    GQA_PRESETS,
+    CacheGroup,
+    GQAConfig,
+    HeadWindows,
+    YarnConfig,
+    cache_groups,
+    read_config,
+)
+from pallas_attn.models.decoder.gqa import GQA
+from pallas_attn.models.moe.layer import BiasedMoE
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]

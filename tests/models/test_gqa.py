@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints import load_kv_scales, load_model, random_model
-from models.config import GQA_PRESETS, HeadWindows
-from models.decoder import AttentionSettings, Caches, Decoder, KVScales, explain_attention, gqa, split_model
-from models.engine import Decoded, Engine, EngineConfig, RequestOutput, SamplingParams
-from models.engine.verify import verify
 from pallas_attn import FULL, HeadWindow, PagedKV
+from pallas_attn.models.checkpoints import load_kv_scales, load_model, random_model
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows
+from pallas_attn.models.decoder import AttentionSettings, Caches, Decoder, KVScales, explain_attention, gqa, split_model
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, RequestOutput, SamplingParams
+from pallas_attn.models.engine.verify import verify
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

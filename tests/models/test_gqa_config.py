@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints import count_parameters
-from models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConfig, YarnConfig, read_config
+from pallas_attn.models.checkpoints import count_parameters
+from pallas_attn.models.config import GQA_PRESETS, DeepSeekConfig, GQAConfig, Llama3RopeConfig, YarnConfig, read_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, GQAConfig, HeadWindows
-from models.decoder import AttentionSettings
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.verify import verify
-from models.moe import expert_gemms
-from models.moe.experts import Experts
 from pallas_attn import FULL
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, GQAConfig, HeadWindows
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.verify import verify
+from pallas_attn.models.moe import expert_gemms
+from pallas_attn.models.moe.experts import Experts
 from tests.models.test_moe import biased_experts, draw_experts
 
 MAX_LEN, MAX_TOKENS = 640, 24

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from models.config import GQA_PRESETS, HeadWindows, LayerWindow
-from models.engine.group_sizes import GroupSizes, group_sizes, make_pools
 from pallas_attn import FULL
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows, LayerWindow
+from pallas_attn.models.engine.group_sizes import GroupSizes, group_sizes, make_pools
 from tests.models.engine_case import CONFIG as LATENT
 
 HEADS = HeadWindows((FULL, 40), (0, 4))

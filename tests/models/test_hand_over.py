@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from models.engine import (
+from pallas_attn.models.engine import (
     CachedPages,
     Engine,
     IncomingPages,
@@ -45,7 +45,7 @@ PREFILL = """
 
     jax.config.update("jax_compilation_cache_dir", sys.argv[2])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    from models.engine import SamplingParams
+    from pallas_attn.models.engine import SamplingParams
     from tests.models.engine_case import PROMPTS
     from tests.models.test_cached_pages import make
 
@@ -112,7 +112,7 @@ SERVER = """
 
     jax.config.update("jax_compilation_cache_dir", sys.argv[2])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    from models.engine import SocketTransport, serve_prefill
+    from pallas_attn.models.engine import SocketTransport, serve_prefill
     from tests.models.test_cached_pages import make
 
     class DiesHalfWay(SocketTransport):
@@ -136,7 +136,7 @@ CLIENT = """
 
     import numpy as np
 
-    from models.engine.kv_transfer.transport import SocketTransport
+    from pallas_attn.models.engine.kv_transfer.transport import SocketTransport
     from tests.models.engine_case import PROMPTS
     from tests.models.transfer_peer import greet
 

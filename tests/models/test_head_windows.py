@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.checkpoints.weights import checkpoint_shapes, random_tensor
-from models.config import GQA_PRESETS, HeadWindows
-from models.decoder import Decoder, split_model
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.verify import verify
 from pallas_attn import FULL
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.checkpoints.weights import checkpoint_shapes, random_tensor
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows
+from pallas_attn.models.decoder import Decoder, split_model
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.verify import verify
 from tests.models import gqa_oracle
 from tests.models.step_case import PAGE_SIZE, Pages, step
 

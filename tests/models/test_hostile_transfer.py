@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engine import (
+from pallas_attn.models.engine import (
     Engine,
     IncomingPages,
     RemotePrefill,
@@ -34,7 +34,7 @@ from models.engine import (
     WrittenLayer,
     serve_prefill,
 )
-from models.engine.kv_transfer import remote_prefill
+from pallas_attn.models.engine.kv_transfer import remote_prefill
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import LATENT_KIND, PARAMS, check, computed, make
 from tests.models.test_hand_over import layers_of

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from models.config import PRESETS
-from models.decoder import AttentionSettings, explain_attention
-from models.engine import EngineConfig
+from pallas_attn.models.config import PRESETS
+from pallas_attn.models.decoder import AttentionSettings, explain_attention
+from pallas_attn.models.engine import EngineConfig
 from pallas_attn.runtime import device, kernel_cache
 from pallas_attn.triton import launch
 from scripts.bench.shapes import DEEPSEEK_V3

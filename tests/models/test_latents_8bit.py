@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model
-from models.decoder import Decoder, KVScales, split_model
-from models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
-from models.engine.verify import TOLERANCE
+from pallas_attn.models.checkpoints import load_model
+from pallas_attn.models.decoder import Decoder, KVScales, split_model
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
+from pallas_attn.models.engine.verify import TOLERANCE
 from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models.step_case import PAGE_SIZE, Pages, step
 

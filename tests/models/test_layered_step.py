@@ -13,10 +13,18 @@ import jax
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, ModelConfig
-from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
-from models.engine.step.layered import StepPrograms, split_layers
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, ModelConfig
+from pallas_attn.models.engine import (
+    Engine,
+    EngineConfig,
+    NGramProposer,
+    SamplingParams,
+    Speculation,
+    WrittenLayer,
+    runner,
+)
+from pallas_attn.models.engine.step.layered import StepPrograms, split_layers
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS

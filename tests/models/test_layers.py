@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.decoder.layers import project, project_split_weights
+from pallas_attn.models.decoder.layers import project, project_split_weights
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["similar magnitudes", "different magnitudes"])

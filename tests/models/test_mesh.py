@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from models.checkpoints import files, load_model, random_model
-from models.config import GQA_PRESETS, HeadWindows, ModelConfig
-from models.decoder import Decoder, KVScales, make_mesh, mesh
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.config import Bucket
-from models.engine.verify import verify
 from pallas_attn import FULL, PagedKV, PagedLatent
-from scripts.cli.mesh import parse_mesh
+from pallas_attn.models.checkpoints import files, load_model, random_model
+from pallas_attn.models.cli.mesh import parse_mesh
+from pallas_attn.models.config import GQA_PRESETS, HeadWindows, ModelConfig
+from pallas_attn.models.decoder import Decoder, KVScales, make_mesh, mesh
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.verify import verify
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events

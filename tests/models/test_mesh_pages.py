@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import ModelConfig
-from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, SamplingParams
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, padded
 from tests.models.test_mesh import FULL_HEADS, LATENT, WINDOWED, Sizes, devices_of, model

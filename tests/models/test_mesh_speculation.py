@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model, random_model, random_mtp
-from models.config import ModelConfig
-from models.engine import (
+from pallas_attn.models.checkpoints import load_model, random_model, random_mtp
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.engine import (
     DraftModelProposer,
     Engine,
     EngineConfig,

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import random_model
-from models.checkpoints.weights import checkpoint_shapes, random_tensor
-from models.config import PRESETS, DeepSeekConfig, YarnConfig
-from models.decoder import AttentionSettings, Decoder, layers, split_model
 from pallas_attn import Capability
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.checkpoints.weights import checkpoint_shapes, random_tensor
+from pallas_attn.models.config import PRESETS, DeepSeekConfig, YarnConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, layers, split_model
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.config import PRESETS, DeepSeekConfig
-from models.decoder.layers import MLP
-from models.moe import dispatch, expert_gemms, router, split_experts
-from models.moe.experts import ClampedSwiglu, Experts, SharedExperts
-from models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, pipeline, row_tiles, swap_ab_gemm
-from models.moe.layer import MoE
-from models.moe.router import Router
 from pallas_attn import Capability
+from pallas_attn.models.config import PRESETS, DeepSeekConfig
+from pallas_attn.models.decoder.layers import MLP
+from pallas_attn.models.moe import dispatch, expert_gemms, router, split_experts
+from pallas_attn.models.moe.experts import ClampedSwiglu, Experts, SharedExperts
+from pallas_attn.models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, pipeline, row_tiles, swap_ab_gemm
+from pallas_attn.models.moe.layer import MoE
+from pallas_attn.models.moe.router import Router
 from tests.kit.slow_cases import slow_cases
 from tests.models import oracle
 

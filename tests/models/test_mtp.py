@@ -19,11 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model, load_mtp, random_model, random_mtp
-from models.checkpoints.files import open_checkpoint
-from models.checkpoints.weights import checkpoint_shapes, mtp_sources, random_tensor
-from models.config import DeepSeekConfig
-from models.decoder import MTP, AttentionSettings, Decoder, MTPModule, StepMetadata, mtp, split_model, split_module
+from pallas_attn.models.checkpoints import load_model, load_mtp, random_model, random_mtp
+from pallas_attn.models.checkpoints.files import open_checkpoint
+from pallas_attn.models.checkpoints.weights import checkpoint_shapes, mtp_sources, random_tensor
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import (
+    MTP,
+    AttentionSettings,
+    Decoder,
+    MTPModule,
+    StepMetadata,
+    mtp,
+    split_model,
+    split_module,
+)
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_model import ODD

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.checkpoints import mxfp4
+from pallas_attn.models.checkpoints import mxfp4
 
 
 def meant(code: int, scale: int) -> float:

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import files, load_model, mxfp4, weights
-from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
-from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, rope, split_model
-from models.decoder.caches import IndexedLatent
-from models.decoder.rope import halves_order
-from models.moe import router
-from models.moe.layer import BiasedMoE, MoE
-from models.moe.router import Router
 from pallas_attn import PagedIndexKeys, Rope, index_cache_spec
+from pallas_attn.models.checkpoints import files, load_model, mxfp4, weights
+from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, rope, split_model
+from pallas_attn.models.decoder.caches import IndexedLatent
+from pallas_attn.models.decoder.rope import halves_order
+from pallas_attn.models.moe import router
+from pallas_attn.models.moe.layer import BiasedMoE, MoE
+from pallas_attn.models.moe.router import Router
 from pallas_attn.portable import index_tiles
 from tests.kit.slow_cases import slow_cases
 from tests.models.step_case import PAGE_SIZE, Pages, step

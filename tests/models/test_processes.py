@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import ProcessError, Processes
-from models.engine.distributed import processes
+from pallas_attn.models.engine import ProcessError, Processes
+from pallas_attn.models.engine.distributed import processes
 from tests.models.process_case import ROOT, WORKER, Group, fixture_group, free_port  # noqa: F401
 from tests.models.test_parity import GOLDENS, MARGIN, NAMES, golden
 
@@ -214,8 +214,8 @@ def test_collectives_end_when_a_process_fails(group: Group, fault: str, message:
 
 FAULTY = """
 import os, signal, sys, time
-from models.engine import Engine
-from scripts.run_decode import main
+from pallas_attn.models.engine import Engine
+from pallas_attn.models.cli.decode.command import main
 
 right, steps = Engine.step, 0
 

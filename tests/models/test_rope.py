@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig, read_config
-from models.decoder import rope
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig, read_config
+from pallas_attn.models.decoder import rope
 from tests.models import oracle
 
 PLAIN = dataclasses.replace(PRESETS["v3-tiny"], yarn=None)

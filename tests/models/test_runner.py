@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import HeadWindows
-from models.engine import SamplingParams
-from models.engine.compile_options import (
+from pallas_attn import FULL
+from pallas_attn.models.config import HeadWindows
+from pallas_attn.models.engine import SamplingParams
+from pallas_attn.models.engine.compile_options import (
     CONCURRENT,
     CONCURRENT_TOKENS,
     GPU_OPTIONS,
@@ -19,13 +20,12 @@ from models.engine.compile_options import (
     WITHOUT_TRITON,
     gpu_options,
 )
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.group_sizes import GroupSizes
-from models.engine.request import Request
-from models.engine.runner import Runner
-from models.engine.step.packed import PackedStep
-from models.engine.step.plan import ScheduledRow, StepPlan
-from pallas_attn import FULL
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.runner import Runner
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
 from tests.kit.shared_steps import ALIKE
 from tests.models.engine_case import CONFIG, compile_events, model
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine import SamplingParams
-from models.engine.sampler import SamplingRows, _is_allowed, sample
+from pallas_attn.models.engine import SamplingParams
+from pallas_attn.models.engine.sampler import SamplingRows, _is_allowed, sample
 from tests.kit.slow_cases import slow_cases
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_allowed)

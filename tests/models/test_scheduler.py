@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import SamplingParams, scheduler
-from models.engine.request import Request, RequestRefused
-from models.engine.scheduler import Scheduler
-from models.engine.step.plan import RowTokens
 from pallas_attn.cache import OutOfPages
+from pallas_attn.models.engine import SamplingParams, scheduler
+from pallas_attn.models.engine.request import Request, RequestRefused
+from pallas_attn.models.engine.scheduler import Scheduler
+from pallas_attn.models.engine.step.plan import RowTokens
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary
 
 

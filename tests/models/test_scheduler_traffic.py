@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from models.engine import scheduler
 from pallas_attn import FULL
 from pallas_attn.cache import OutOfPages
+from pallas_attn.models.engine import scheduler
 from tests.models.scheduler_case import PLAIN, SALTS, FakeEngine, Limits
 
 prompts = st.builds(

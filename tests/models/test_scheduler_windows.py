@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.engine.request import Request, RequestRefused
 from pallas_attn import FULL
+from pallas_attn.models.engine.request import Request, RequestRefused
 from tests.cache.prefix_case import Heads
 from tests.models.scheduler_case import FakeEngine, Limits, summary
 

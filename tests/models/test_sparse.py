@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model, random_model, random_mtp
-from models.config import DeepSeekConfig
-from models.decoder import AttentionSettings, Decoder, with_settings
-from models.decoder.mla import Rows, packed_rows
-from models.engine import (
+from pallas_attn.models.checkpoints import load_model, random_model, random_mtp
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, with_settings
+from pallas_attn.models.decoder.mla import Rows, packed_rows
+from pallas_attn.models.engine import (
     Decoded,
     Engine,
     EngineConfig,
@@ -28,7 +28,7 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
-from models.engine.verify import TOLERANCE
+from pallas_attn.models.engine.verify import TOLERANCE
 from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models import engine_case
 from tests.models.step_case import PAGE_SIZE, Pages, step

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints import random_model
-from models.config import HeadWindows
-from models.decoder import AttentionSettings, Decoder
-from models.engine import (
+from pallas_attn import FULL
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import HeadWindows
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import (
     DraftModelProposer,
     Engine,
     EngineConfig,
@@ -24,9 +25,8 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
-from models.engine.runner import Runner, StepResult
-from models.engine.speculation.draft_control import DraftControl
-from pallas_attn import FULL
+from pallas_attn.models.engine.runner import Runner, StepResult
+from pallas_attn.models.engine.speculation.draft_control import DraftControl
 from tests.models import engine_case, test_engine_windows
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
 from tests.models.proposer_case import KnowingProposer, KnowingTreeProposer, tell

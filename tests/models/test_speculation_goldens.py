@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model, load_mtp
-from models.engine import (
+from pallas_attn.models.checkpoints import load_model, load_mtp
+from pallas_attn.models.engine import (
     DraftModelProposer,
     Engine,
     EngineConfig,

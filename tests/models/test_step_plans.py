@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints import random_model
-from models.config import PRESETS
-from models.decoder import AttentionSettings, split_model
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import PRESETS
+from pallas_attn.models.decoder import AttentionSettings, split_model
 from tests.kit import harness
 from tests.models import step_case
 from tests.models.step_case import Pages, step

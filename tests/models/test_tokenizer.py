@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from models.checkpoints import load_tokenizer
-from models.checkpoints.tokenizer import TokenizerError
+from pallas_attn.models.checkpoints import load_tokenizer
+from pallas_attn.models.checkpoints.tokenizer import TokenizerError
 
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<user>", "<assistant>"
 SPECIAL = [BOS, EOS, USER, ASSISTANT]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from models.checkpoints import load_tokenizer, text_process
-from models.checkpoints import tokenizer as checkpoints_tokenizer
-from models.checkpoints.tokenizer import TokenizerError
+from pallas_attn.models.checkpoints import load_tokenizer, text_process
+from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
+from pallas_attn.models.checkpoints.tokenizer import TokenizerError
 from scripts.tools.tokenizer_layouts import (
     BYTES,
     LAYOUTS,

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine import SocketTransport, TransportError
-from models.engine.kv_transfer import transport as transport_module
+from pallas_attn.models.engine import SocketTransport, TransportError
+from pallas_attn.models.engine.kv_transfer import transport as transport_module
 
 ARRAYS = {
     "pages": np.arange(24, dtype=np.float32).reshape(2, 3, 4)[:, ::2],

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model
-from models.decoder import AttentionSettings, split_model
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.verify import verify
+from pallas_attn.models.checkpoints import load_model
+from pallas_attn.models.decoder import AttentionSettings, split_model
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.verify import verify
 from tests.kit.slow_cases import slow_cases
 from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, MUTATIONS, NAMES, golden

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.checkpoints import load_model
-from models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
-from models.engine.verify import SIGMAS, RoundingLoss, verify
+from pallas_attn.models.checkpoints import load_model
+from pallas_attn.models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
+from pallas_attn.models.engine.verify import SIGMAS, RoundingLoss, verify
 from tests.kit.slow_cases import slow_cases
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v3"

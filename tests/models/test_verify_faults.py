@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, PRESETS
-from models.decoder import Decoder, StepMetadata
-from models.engine import Decoded, Engine, EngineConfig, SamplingParams, Verification
-from models.engine.step.packed import PackedStep
-from models.engine.verify import verify
-from scripts.cli.prompts import demo_ids
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.cli.prompts import demo_ids
+from pallas_attn.models.config import GQA_PRESETS, PRESETS
+from pallas_attn.models.decoder import Decoder, StepMetadata
+from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams, Verification
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.verify import verify
 from tests.models.engine_case import QUICK
 
 PAGE_SIZE = 16

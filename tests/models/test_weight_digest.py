@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.checkpoints import random_model
-from models.config import GQA_PRESETS, PRESETS, ModelConfig
-from models.decoder import Decoder
-from models.engine import Engine, EngineConfig, SamplingParams
-from models.engine.kv_transfer.weight_digest import weight_digest
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine.kv_transfer.weight_digest import weight_digest
 from tests.models import engine_case
 from tests.models.test_mesh import Sizes, devices_of
 

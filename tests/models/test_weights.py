@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoints import CheckpointError, load_config, weights
-from models.checkpoints.files import EMBEDDING, HEAD, StoredTensor, dequantise, open_checkpoint, scale_name
-from models.config import GQA_PRESETS, PRESETS, ModelConfig
-from models.decoder import AttentionSettings, Decoder, MTPModule
-from models.decoder.mesh import make_mesh
-from models.moe.layer import MoE
+from pallas_attn.models.checkpoints import CheckpointError, load_config, weights
+from pallas_attn.models.checkpoints.files import EMBEDDING, HEAD, StoredTensor, dequantise, open_checkpoint, scale_name
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder, MTPModule
+from pallas_attn.models.decoder.mesh import make_mesh
+from pallas_attn.models.moe.layer import MoE
 from tests.kit.slow_cases import slow_cases
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config import (
+from pallas_attn import FULL
+from pallas_attn.models.config import (
     GQA_PRESETS,
     PRESETS,
     CacheGroup,
@@ -25,8 +26,7 @@ from models.config import (
     load_windows,
     with_windows,
 )
-from models.config.windows import read_head_windows
-from pallas_attn import FULL
+from pallas_attn.models.config.windows import read_head_windows
 
 TINY = GQA_PRESETS["qwen3-tiny"]  # three layers of two KV heads
 SPLIT = HeadWindows((FULL, 8), (0, 4))

@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.step.layered import LayeredStep, StepPrograms
+from pallas_attn.models.engine import (
+    ConsumerError,
+    Engine,
+    EngineConfig,
+    NGramProposer,
+    SamplingParams,
+    Speculation,
+    WrittenLayer,
+)
+from pallas_attn.models.engine.step.layered import LayeredStep, StepPrograms
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make

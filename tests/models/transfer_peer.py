@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from models.engine.kv_transfer.transport import Transport
+from pallas_attn.models.engine.kv_transfer.transport import Transport
 
 VERSION = 2
 NONCES = {"prefill": "00" * 32, "decode": "11" * 32}

@@ -38,7 +38,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a copy of the library and the tests."""
     folder = tmp_path_factory.mktemp("copy")
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "goldens"))
+        ignored = shutil.ignore_patterns("__pycache__", "goldens")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 

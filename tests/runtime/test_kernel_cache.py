@@ -669,7 +669,7 @@ def test_former_public_name_warns() -> None:
 
 
 def test_source_of_a_kernel_includes_the_modules_of_its_package_that_it_uses() -> None:
-    from models.moe.kernels import grouped_gemm, pipeline
+    from pallas_attn.models.moe.kernels import grouped_gemm, pipeline
 
     function = inspect.unwrap(grouped_gemm.grouped_gemm)
     file = inspect.getsourcefile(function)

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.engine import Engine
-from scripts import run_decode
+from pallas_attn.models.cli.decode import command as run_decode
+from pallas_attn.models.engine import Engine
 from tests.kit.shared_steps import compiled_steps, shared_steps
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from models.decoder import AttentionSettings
+from pallas_attn.models.decoder import AttentionSettings
 from scripts import bench_engine
 from scripts.bench.engine import head_windows
 from scripts.bench.engine.head_windows import MODELS, SIZES, HeadWindowBench, HeadWindowSizes

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.checkpoints import random_model as model_from_files
-from models.config import PRESETS
-from models.decoder import AttentionSettings, make_mesh
+from pallas_attn.models.checkpoints import random_model as model_from_files
+from pallas_attn.models.config import PRESETS
+from pallas_attn.models.decoder import AttentionSettings, make_mesh
 from scripts import bench_mesh
 from scripts.bench.engine import several_devices
 from scripts.bench.engine.random_model import random_model

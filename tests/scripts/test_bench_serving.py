@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder import AttentionSettings
-from models.engine import Engine
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Engine
 from scripts import bench_engine
 from scripts.bench.engine import serving
 from scripts.bench.engine.random_model import random_model

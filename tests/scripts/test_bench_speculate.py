@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.decoder import AttentionSettings
-from models.engine import DraftRows, Engine, NGramProposer, SamplingParams, Speculation
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import DraftRows, Engine, NGramProposer, SamplingParams, Speculation
 from scripts import bench_speculate
 from scripts.bench.engine.drafting import (
     ChosenProposer,

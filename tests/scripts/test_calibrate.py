@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from scripts import calibrate, run_decode
-from scripts.cli import model as cli_model
+from pallas_attn.models.cli import calibrate
+from pallas_attn.models.cli import model as cli_model
+from pallas_attn.models.cli.decode import command as run_decode
 from tests.scripts.command_lines import GOLDEN, SIZES
 
 QWEN3 = GOLDEN.with_name("qwen3")

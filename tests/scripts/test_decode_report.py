@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
-from models.engine.verify import RoundingLoss
-from scripts.cli.command_line import UsageError
-from scripts.cli.prompts import demo_ids, demo_texts
-from scripts.cli.speculate import SpeculateOption, parse_speculate
-from scripts.decode.plot import plot_run
-from scripts.decode.report import Report
+from pallas_attn.models.cli.command_line import UsageError
+from pallas_attn.models.cli.decode.plot import plot_run
+from pallas_attn.models.cli.decode.report import Report
+from pallas_attn.models.cli.prompts import demo_ids, demo_texts
+from pallas_attn.models.cli.speculate import SpeculateOption, parse_speculate
+from pallas_attn.models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from pallas_attn.models.engine.verify import RoundingLoss
 from tests.kit.slow_cases import slow_cases
 
 WIDTH = 80

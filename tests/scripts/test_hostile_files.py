@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.checkpoints import tokenizer as checkpoints_tokenizer
-from models.config import json_files
-from scripts.cli.command_line import StandardOutput, exit_status
+from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
+from pallas_attn.models.cli.command_line import StandardOutput, exit_status
+from pallas_attn.models.config import json_files
 from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 

@@ -1,4 +1,4 @@
-"""Tests of scripts/cli/output_files.py: an existing file stays complete until its replacement is complete, for any kind
+"""Tests of models/cli/output_files.py: an existing file stays complete until its replacement is complete, for any kind
 of target and any failure.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cli.command_line import Failure, UsageError, check_outputs, writing
-from scripts.cli.output_files import is_replaced, output_file
+from pallas_attn.models.cli.command_line import Failure, UsageError, check_outputs, writing
+from pallas_attn.models.cli.output_files import is_replaced, output_file
 from tests.scripts.command_lines import ROOT
 
 
@@ -195,14 +195,15 @@ WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?[
 
 
 def test_every_command_writes_files_with_output_file() -> None:
-    """Scripts write files with `output_file`. Exceptions are its implementation, and tools that
+    """Commands write files with `output_file`. Exceptions are its implementation, and tools that
     write into new folders.
     """
     tools = {
         f"scripts/tools/{name}.py" for name in ("make_goldens", "rope_goldens", "tokenizer_layouts", "wide_latents")
     }
-    own = {"scripts/cli/output_files.py", *tools}
-    files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
+    own = {"models/cli/output_files.py", *tools}
+    paths = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "models" / "cli").rglob("*.py")]
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
     assert own == {name for name, source in files.items() if WRITES.search(source)}
 
 

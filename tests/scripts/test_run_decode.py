@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from models.checkpoints.weights import save_random_checkpoint
-from models.config import PRESETS
-from models.engine import CachedPages, Engine
-from models.engine.runner import Runner
-from scripts import run_decode
+from pallas_attn.models.checkpoints.weights import save_random_checkpoint
+from pallas_attn.models.cli.decode import command as run_decode
+from pallas_attn.models.config import PRESETS
+from pallas_attn.models.engine import CachedPages, Engine
+from pallas_attn.models.engine.runner import Runner
 from tests.kit.slow_cases import slow_cases
 from tests.models.test_engine_faults import Fault
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE

@@ -9,9 +9,9 @@ import sys
 import jax
 import pytest
 
-from models.engine import Engine
-from scripts import run_decode
-from scripts.cli import model as cli_model
+from pallas_attn.models.cli import model as cli_model
+from pallas_attn.models.cli.decode import command as run_decode
+from pallas_attn.models.engine import Engine
 from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 

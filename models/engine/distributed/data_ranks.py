@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from models.engine.request import Request
-from models.engine.scheduler import Scheduler
-from models.engine.step.plan import RowTokens, StepPlan
+from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.scheduler import Scheduler
+from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 
 
 class DataRanks:

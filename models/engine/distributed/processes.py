@@ -36,9 +36,9 @@ import numpy as np
 from jax._src import distributed  # jax.distributed gives no access to the key-value store or to the service
 from jaxlib import _jax
 
-from models.engine.distributed import coordination_service
-from models.engine.distributed.coordination_service import NEVER_S
-from models.engine.distributed.secret import MIN_BYTES, shared_secret
+from pallas_attn.models.engine.distributed import coordination_service
+from pallas_attn.models.engine.distributed.coordination_service import NEVER_S
+from pallas_attn.models.engine.distributed.secret import MIN_BYTES, shared_secret
 
 BEAT_S = 0.5
 """Interval of heartbeats in seconds."""

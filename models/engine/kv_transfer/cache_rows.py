@@ -18,14 +18,14 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from models.decoder import Caches, Decoder
-from models.decoder.caches import cache_spec
-from models.engine.config import RunnerConfig
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import RowFormat, digest_of, read_rows, write_layer, write_rows
-from models.engine.kv_transfer.split_rows import SplitRows
-from models.engine.kv_transfer.weight_digest import weight_digest
 from pallas_attn import CacheSpec
+from pallas_attn.models.decoder import Caches, Decoder
+from pallas_attn.models.decoder.caches import cache_spec
+from pallas_attn.models.engine.config import RunnerConfig
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, digest_of, read_rows, write_layer, write_rows
+from pallas_attn.models.engine.kv_transfer.split_rows import SplitRows
+from pallas_attn.models.engine.kv_transfer.weight_digest import weight_digest
 
 
 class CacheRows:

@@ -30,10 +30,11 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from models.config.json_files import parse_json, shown
-from models.decoder import Caches, LayerCache, cache_arrays, with_arrays
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.fields import (
+from pallas_attn import PAGE_NONE
+from pallas_attn.models.config.json_files import parse_json, shown
+from pallas_attn.models.decoder import Caches, LayerCache, cache_arrays, with_arrays
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.fields import (
     DTYPES,
     Array,
     Integer,
@@ -44,7 +45,6 @@ from models.engine.kv_transfer.fields import (
     TextUpTo,
     check_field,
 )
-from pallas_attn import PAGE_NONE
 
 FORMAT = 1
 """Version of the serialised format."""

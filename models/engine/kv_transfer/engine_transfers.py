@@ -15,19 +15,19 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from models.decoder.mesh import spans_processes
-from models.engine.config import EngineConfig
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
-from models.engine.kv_transfer.fields import Integer, ObjectOf, TextUpTo, check_field
-from models.engine.kv_transfer.incoming_pages import IncomingPages
-from models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
-from models.engine.request import Request
-from models.engine.runner import Runner, StepResult
-from models.engine.step.plan import StepPlan
-from models.engine.tracked_request import TrackedRequest
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import GroupPools, Prefix, PrefixCache
+from pallas_attn.models.decoder.mesh import spans_processes
+from pallas_attn.models.engine.config import EngineConfig
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
+from pallas_attn.models.engine.kv_transfer.fields import Integer, ObjectOf, TextUpTo, check_field
+from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
+from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
+from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.runner import Runner, StepResult
+from pallas_attn.models.engine.step.plan import StepPlan
+from pallas_attn.models.engine.tracked_request import TrackedRequest
 
 
 class EngineTransfers:

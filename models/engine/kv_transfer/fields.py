@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.config.json_files import shown
+from pallas_attn.models.config.json_files import shown
 
 DTYPES = {
     name: np.dtype(getattr(jnp, name))

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.fields import Array, Integer, check_field
-from models.engine.runner import Runner
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.fields import Array, Integer, check_field
+from pallas_attn.models.engine.runner import Runner
 
 
 @dataclasses.dataclass(eq=False)

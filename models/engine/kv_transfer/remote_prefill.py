@@ -31,15 +31,24 @@ from typing import Any
 
 import numpy as np
 
-from models.engine.engine import Engine, OnToken
-from models.engine.kv_transfer.cached_pages import difference
-from models.engine.kv_transfer.fields import Array, Integer, Kind, ListOf, ObjectOf, OneOf, TextUpTo, check_field
-from models.engine.kv_transfer.incoming_pages import IncomingPages
-from models.engine.kv_transfer.transport import Transport, TransportError
-from models.engine.kv_transfer.written_pages import ConsumerError, WrittenFeed, WrittenLayer
-from models.engine.outputs import RequestId, RequestOutput
-from models.engine.request import Request, SamplingParams, as_integers
-from models.engine.tracked_request import TrackedRequest
+from pallas_attn.models.engine.engine import Engine, OnToken
+from pallas_attn.models.engine.kv_transfer.cached_pages import difference
+from pallas_attn.models.engine.kv_transfer.fields import (
+    Array,
+    Integer,
+    Kind,
+    ListOf,
+    ObjectOf,
+    OneOf,
+    TextUpTo,
+    check_field,
+)
+from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
+from pallas_attn.models.engine.kv_transfer.transport import Transport, TransportError
+from pallas_attn.models.engine.kv_transfer.written_pages import ConsumerError, WrittenFeed, WrittenLayer
+from pallas_attn.models.engine.outputs import RequestId, RequestOutput
+from pallas_attn.models.engine.request import Request, SamplingParams, as_integers
+from pallas_attn.models.engine.tracked_request import TrackedRequest
 
 VERSION = 2
 """Version of the message format."""

@@ -24,10 +24,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
-from models.config import GQAConfig, ModelConfig
-from models.decoder import Caches, over_mesh, specs_of
-from models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
-from models.engine.kv_transfer.cached_pages import (
+from pallas_attn import parallel
+from pallas_attn.models.config import GQAConfig, ModelConfig
+from pallas_attn.models.decoder import Caches, over_mesh, specs_of
+from pallas_attn.models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
+from pallas_attn.models.engine.kv_transfer.cached_pages import (
     ROWS_PER_COPY,
     gather_rows,
     in_chunks,
@@ -36,7 +37,6 @@ from models.engine.kv_transfer.cached_pages import (
     scatter_rows,
     with_paged,
 )
-from pallas_attn import parallel
 
 
 class SplitRows:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.config.json_files import parse_json
-from models.engine.kv_transfer.fields import DTYPES, Integer, ListOf, ObjectOf, OneOf, TextUpTo, check_field
+from pallas_attn.models.config.json_files import parse_json
+from pallas_attn.models.engine.kv_transfer.fields import DTYPES, Integer, ListOf, ObjectOf, OneOf, TextUpTo, check_field
 
 MAX_HEADER = 2**20
 """Maximum size of a header in bytes. Parsed JSON may need about 40 times the memory of its text."""

@@ -23,10 +23,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, UInt32
 
-from models.config import GQAConfig, ModelConfig
-from models.decoder import Decoder
-from models.decoder.mesh import DATA, EXPERT_COLUMNS, EXPERTS, num_devices, number_along
-from models.engine.kv_transfer.cached_pages import digest_of
+from pallas_attn.models.config import GQAConfig, ModelConfig
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.decoder.mesh import DATA, EXPERT_COLUMNS, EXPERTS, num_devices, number_along
+from pallas_attn.models.engine.kv_transfer.cached_pages import digest_of
 
 _NUM_SUMS = 2
 

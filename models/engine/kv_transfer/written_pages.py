@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from models.engine.kv_transfer.cached_pages import RowCopies, numbered_rows
-from models.engine.outputs import RequestId
-from models.engine.request import Request
-from models.engine.step.plan import StepPlan
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import GroupPools
+from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, numbered_rows
+from pallas_attn.models.engine.outputs import RequestId
+from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.step.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

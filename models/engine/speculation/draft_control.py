@@ -9,7 +9,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from models.engine.request import Request
+from pallas_attn.models.engine.request import Request
 
 PROBE_STEPS = 32
 """Initial probe interval in steps. While the best number of drafts is 0, one step per interval (a probe) verifies

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from models.config import HeadWindows, ModelConfig, cache_groups
-from models.decoder import Caches, Decoder, GroupTables, StepMetadata, split_model
-from models.decoder.mesh import bytes_on_device
-from models.engine.sampler import draw
-from models.engine.speculation.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
+from pallas_attn.models.config import HeadWindows, ModelConfig, cache_groups
+from pallas_attn.models.decoder import Caches, Decoder, GroupTables, StepMetadata, split_model
+from pallas_attn.models.decoder.mesh import bytes_on_device
+from pallas_attn.models.engine.sampler import draw
+from pallas_attn.models.engine.speculation.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
 
 
 class DraftModelProposer(Proposer):

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models.config import ModelConfig
-from models.decoder import MTP, StepMetadata, split_module
-from models.decoder.mesh import ExpertSplit, bytes_on_device
-from models.decoder.mtp import MTPCaches
-from models.engine.sampler import best
-from models.engine.speculation.proposer import DraftRows, DraftTree, ObservedStep, Proposer, ProposerSizes
 from pallas_attn import PAGE_NONE
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.decoder import MTP, StepMetadata, split_module
+from pallas_attn.models.decoder.mesh import ExpertSplit, bytes_on_device
+from pallas_attn.models.decoder.mtp import MTPCaches
+from pallas_attn.models.engine.sampler import best
+from pallas_attn.models.engine.speculation.proposer import DraftRows, DraftTree, ObservedStep, Proposer, ProposerSizes
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject

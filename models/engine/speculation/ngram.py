@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from models.engine.speculation.proposer import NO_DRAFT, DraftRows, Proposer
+from pallas_attn.models.engine.speculation.proposer import NO_DRAFT, DraftRows, Proposer
 
 
 @dataclasses.dataclass(frozen=True)

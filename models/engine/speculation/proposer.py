@@ -35,11 +35,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.config import ModelConfig
-from models.decoder import GroupTables, LayerCache, StepMetadata, move_tokens
-from models.engine.group_sizes import GroupSizes
-from models.engine.sampler import SamplingRows
 from pallas_attn import PAGE_NONE, slot_mapping
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.decoder import GroupTables, LayerCache, StepMetadata, move_tokens
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.sampler import SamplingRows
 
 NO_DRAFT = -1
 """Entry of a row's drafts after its last draft, if it has fewer drafts than the array has columns."""

@@ -31,13 +31,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.config import HeadWindows, ModelConfig, cache_groups
-from models.decoder import AttentionSettings, Caches, StepMetadata
-from models.decoder.mesh import AXES, DATA
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.group_sizes import GroupSizes
-from models.engine.sampler import SamplingRows, draw
-from models.engine.speculation.proposer import (
+from pallas_attn import FULL, slot_mapping
+from pallas_attn.models.config import HeadWindows, ModelConfig, cache_groups
+from pallas_attn.models.decoder import AttentionSettings, Caches, StepMetadata
+from pallas_attn.models.decoder.mesh import AXES, DATA
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.sampler import SamplingRows, draw
+from pallas_attn.models.engine.speculation.proposer import (
     DraftRows,
     DraftTree,
     ObservedStep,
@@ -47,9 +48,8 @@ from models.engine.speculation.proposer import (
     query_lens,
     tree_lens,
 )
-from models.engine.step.packed import PackedStep
-from models.engine.step.plan import RowTokens
-from pallas_attn import FULL, slot_mapping
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plan import RowTokens
 
 _NOTHING = -2
 """Entry of an array of tokens that stands for no token: padding after the last token of a row, or no sampled token."""

@@ -29,12 +29,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from models.decoder import Caches, Decoder, apply_layers, split_module
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
-from models.engine.step.packed import PackedStep
-from models.engine.step.plain import read_step, sample_rows
+from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
+from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plain import read_step, sample_rows
 
 type OnLayer = Callable[[int, RowCopies], None]
 """Function (layer, copies), called on the host when the copies of the layer's page rows have been launched. The device

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from models.decoder import GroupTables, StepMetadata
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.sampler import SamplingRows
-from models.engine.step.plan import ScheduledRow, StepPlan
 from pallas_attn import PAGE_NONE, slot_mapping, token_positions
+from pallas_attn.models.decoder import GroupTables, StepMetadata
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.sampler import SamplingRows
+from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
 
 
 @jax.tree_util.register_dataclass

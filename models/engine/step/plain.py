@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models.decoder import Caches
-from models.engine.config import Bucket, RunnerConfig
-from models.engine.sampler import draw
-from models.engine.step.packed import PackedStep
+from pallas_attn.models.decoder import Caches
+from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.sampler import draw
+from pallas_attn.models.engine.step.packed import PackedStep
 
 
 def run_step(

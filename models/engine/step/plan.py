@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from models.engine.request import Request
+from pallas_attn.models.engine.request import Request
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from models.engine.config import Bucket
-from models.engine.speculation.step import read_tokens
-from models.engine.step.plan import RowTokens, StepPlan
+from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.speculation.step import read_tokens
+from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from models.moe.kernels.pipeline import (
+from pallas_attn.models.moe.kernels.pipeline import (
     DEPTH,
     ROW_ALIGNMENT,
     Items,

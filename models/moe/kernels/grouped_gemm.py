@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from models.moe.kernels.pipeline import (
+from pallas_attn.models.moe.kernels.pipeline import (
     DEPTH,
     ROW_ALIGNMENT,
     Items,
@@ -50,7 +50,7 @@ from models.moe.kernels.pipeline import (
     store_rows,
     write_out_tile,
 )
-from models.moe.kernels.row_tiles import RowTiles
+from pallas_attn.models.moe.kernels.row_tiles import RowTiles
 
 TILE_ROWS, STAGES = 128, 4
 CONSUMERS, CONSUMER_ROWS = 2, 64

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from models.moe.kernels.pipeline import ROW_ALIGNMENT
+from pallas_attn.models.moe.kernels.pipeline import ROW_ALIGNMENT
 
 
 class RowTiles(NamedTuple):

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from models.moe.kernels.pipeline import (
+from pallas_attn.models.moe.kernels.pipeline import (
     DEPTH,
     ROW_ALIGNMENT,
     Items,
@@ -52,7 +52,7 @@ from models.moe.kernels.pipeline import (
     wgmma_swap_ab,
     write_out_tile,
 )
-from models.moe.kernels.row_tiles import RowTiles
+from pallas_attn.models.moe.kernels.row_tiles import RowTiles
 
 COLUMNS = 64
 """Weight columns of a block: the rows of a wgmma."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from models.config import GQA_PRESETS, PRESETS, ModelConfig
-from models.decoder import AttentionSettings
-from models.engine import Engine, EngineConfig, SamplingParams, StepRecord
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams, StepRecord
 from scripts.bench.engine.random_model import random_model
 
 CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}

@@ -29,9 +29,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from models.config import DeepSeekConfig
-from models.decoder import AttentionSettings, Decoder
-from models.engine import DraftRows, Engine, EngineConfig, NGramProposer, Proposer, SamplingParams, Speculation
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import (
+    DraftRows,
+    Engine,
+    EngineConfig,
+    NGramProposer,
+    Proposer,
+    SamplingParams,
+    Speculation,
+)
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Costs
 from scripts.bench.harness.device import measure_rates

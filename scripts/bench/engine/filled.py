@@ -21,11 +21,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import PRESETS, DeepSeekConfig
-from models.decoder import AttentionSettings, Decoder
-from models.decoder.caches import INDEX
-from models.engine import CachedPages, Engine, EngineConfig
-from models.engine.kv_transfer.cached_pages import CachedSequence
+from pallas_attn.models.config import PRESETS, DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.decoder.caches import INDEX
+from pallas_attn.models.engine import CachedPages, Engine, EngineConfig
+from pallas_attn.models.engine.kv_transfer.cached_pages import CachedSequence
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Costs, generate, summary
 from scripts.bench.harness.device import measure_rates

@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from models.config import GQA_PRESETS, PRESETS
-from models.decoder import AttentionSettings
-from models.engine import (
+from pallas_attn.models.config import GQA_PRESETS, PRESETS
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import (
     Engine,
     EngineConfig,
     RemotePrefill,

@@ -26,10 +26,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.table import Table
 
-from models.config import GQAConfig, HeadWindows
-from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig
 from pallas_attn import FULL
+from pallas_attn.models.config import GQAConfig, HeadWindows
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import Engine, EngineConfig
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import generate, summary
 

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from models.checkpoints import weight_axes
-from models.config import ModelConfig
-from models.decoder import AttentionSettings, Decoder
-from models.decoder.mesh import num_devices, over_mesh
+from pallas_attn.models.checkpoints import weight_axes
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.decoder.mesh import num_devices, over_mesh
 
 
 def random_model(

@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.checkpoints import count_parameters
-from models.config import DeepSeekConfig
-from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, StepRecord
+from pallas_attn.models.checkpoints import count_parameters
+from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, StepRecord
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.harness.device import Rates, measure_rates
 from scripts.bench.harness.timing import Stopwatch

@@ -26,11 +26,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.config import GQA_PRESETS, PRESETS, ModelConfig
-from models.decoder import AttentionSettings, make_mesh
-from models.decoder.mesh import DATA
-from models.engine import Engine, Processes
 from pallas_attn import PagedLatent, mla_decode, parallel, plan_decode
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings, make_mesh
+from pallas_attn.models.decoder.mesh import DATA
+from pallas_attn.models.engine import Engine, Processes
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Serving, generate, summary
 from scripts.bench.harness.timing import SERIAL, Stopwatch

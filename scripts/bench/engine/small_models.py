@@ -21,10 +21,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from models.checkpoints import count_parameters, load_model, save_random_checkpoint
-from models.config import PRESETS
-from models.decoder import AttentionSettings
-from models.engine import Engine, EngineConfig, SamplingParams
+from pallas_attn.models.checkpoints import count_parameters, load_model, save_random_checkpoint
+from pallas_attn.models.config import PRESETS
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams
 
 OWN_TOKENS = 32
 """Prompt tokens of a request after the prefix that all requests share, in the measurement of the prefix cache."""

@@ -33,7 +33,7 @@ from transformers import (  # pyrefly: ignore[missing-import]
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.output_files import output_file
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ import numpy as np
 import torch  # pyrefly: ignore[missing-import]
 import vllm  # pyrefly: ignore[missing-import]
 
-from scripts.cli.output_files import output_file
+from pallas_attn.models.cli.output_files import output_file
 
 FEW_TOKENS = 2**16
 """Maximum total number of prompt tokens of a case that is repeated often. A larger case takes seconds per run."""

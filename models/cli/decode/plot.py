@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from models.engine import EngineStats, RequestOutput, StepRecord
-from scripts.decode.report import Report
+from pallas_attn.models.cli.decode.report import Report
+from pallas_attn.models.engine import EngineStats, RequestOutput, StepRecord
 
 # Colors of Okabe and Ito, which people with any kind of color vision can distinguish.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#666666"

@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Iterator
 
-from models.config.json_files import shown
-from models.engine import ProcessError, Processes
-from models.engine.distributed.secret import SecretError
-from scripts.cli.command_line import FAILED, Failure, UsageError, as_failure, decimal, integer
+from pallas_attn.models.cli.command_line import FAILED, Failure, UsageError, as_failure, decimal, integer
+from pallas_attn.models.config.json_files import shown
+from pallas_attn.models.engine import ProcessError, Processes
+from pallas_attn.models.engine.distributed.secret import SecretError
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 """Names of the options that must be given together."""

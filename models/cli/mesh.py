@@ -6,9 +6,9 @@ import argparse
 
 from jax.sharding import Mesh
 
-from models.config.json_files import shown
-from models.decoder import make_mesh
-from scripts.cli.command_line import UsageError, decimal
+from pallas_attn.models.cli.command_line import UsageError, decimal
+from pallas_attn.models.config.json_files import shown
+from pallas_attn.models.decoder import make_mesh
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from rich.console import Console
 
-from models.config.json_files import shown
-from scripts.cli.output_files import check_output, is_replaced, output_file
+from pallas_attn.models.cli.output_files import check_output, is_replaced, output_file
+from pallas_attn.models.config.json_files import shown
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 

@@ -7,10 +7,10 @@ import argparse
 import jax
 from jax.sharding import Mesh
 
-from models.checkpoints import load_config, load_model, random_model
-from models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
-from models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
-from scripts.cli.command_line import as_usage_error
+from pallas_attn.models.checkpoints import load_config, load_model, random_model
+from pallas_attn.models.cli.command_line import as_usage_error
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
+from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from models.checkpoints import Tokenizer
-from models.checkpoints.tokenizer import check_unicode
-from models.config.json_files import read_json
-from scripts.cli.command_line import UsageError, as_usage_error
+from pallas_attn.models.checkpoints import Tokenizer
+from pallas_attn.models.checkpoints.tokenizer import check_unicode
+from pallas_attn.models.cli.command_line import UsageError, as_usage_error
+from pallas_attn.models.config.json_files import read_json
 
 # Sizes of the demonstration: pages of the shared prefix, pages of the long prompt, and numbers of tokens after the
 # prefix.

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pallas_attn
-from models.engine import Difference, EngineStats, RequestOutput, Verification
+from pallas_attn.models.engine import Difference, EngineStats, RequestOutput, Verification
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from models.checkpoints import load_model, load_mtp, random_mtp
-from models.config import DeepSeekConfig, ModelConfig
-from models.config.json_files import shown
-from models.decoder import AttentionSettings, Decoder
-from models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
-from scripts.cli.command_line import UsageError, as_usage_error, decimal
-from scripts.cli.model import dtype_of
+from pallas_attn.models.checkpoints import load_model, load_mtp, random_mtp
+from pallas_attn.models.cli.command_line import UsageError, as_usage_error, decimal
+from pallas_attn.models.cli.model import dtype_of
+from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config.json_files import shown
+from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
 
 NUM_DRAFTS = 4
 """Default number of drafts per request and step."""

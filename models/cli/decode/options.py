@@ -7,10 +7,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.engine import SamplingParams
-from scripts.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
-from scripts.cli.mesh import add_mesh, parse_mesh
-from scripts.cli.model_options import (
+from pallas_attn.models.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
+from pallas_attn.models.cli.mesh import add_mesh, parse_mesh
+from pallas_attn.models.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
     add_computation,
@@ -18,8 +17,9 @@ from scripts.cli.model_options import (
     add_prompts,
     check_prompts,
 )
-from scripts.cli.processes import add_processes, check_processes
-from scripts.cli.speculate import add_speculate, parse_speculate
+from pallas_attn.models.cli.processes import add_processes, check_processes
+from pallas_attn.models.cli.speculate import add_speculate, parse_speculate
+from pallas_attn.models.engine import SamplingParams
 
 PROG = "run_decode"
 

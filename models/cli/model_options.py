@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scripts.cli.command_line import UsageError
+from pallas_attn.models.cli.command_line import UsageError
 
 RANDOM_MODELS = ("v3-tiny", "v32-tiny", "glm-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
-"""Values of --random: names of configurations in `models.config`."""
+"""Values of --random: names of configurations in `pallas_attn.models.config`."""
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
 """Values of --kv-dtype, and the names of their dtypes in jax."""

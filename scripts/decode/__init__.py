@@ -1,1 +1,0 @@
-"""Parts of `run_decode.py`: options, progress display, and reports as JSON, as a table and as a plot."""
