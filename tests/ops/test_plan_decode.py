@@ -215,8 +215,8 @@ def test_balanced_shares_differ_by_less_than_the_row_overhead(lens: list[int], n
     total = sum(n + OVERHEAD for n in np.asarray(plan.num_pages).tolist() if n)
     share = max(-(-total // num_programs), OVERHEAD + 1)
     tail = OVERHEAD // 2
-    # A program that starts inside a row has the cost of this start and the last pages of the row in addition to its
-    # share.
+    # Besides its share, a program may have the cost of starting inside a row (OVERHEAD), and the last pages of that row
+    # (the larger of `tail` and the accepted unevenness).
     assert max(costs) <= share + OVERHEAD + max(tail, min(2 * share // UNEVENNESS, CUT))
     if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # no row is cut, or no program has two
         assert max(costs) <= share + OVERHEAD + max(tail, min(share // UNEVENNESS, CUT))
