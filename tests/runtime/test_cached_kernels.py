@@ -1,4 +1,5 @@
-"""Tests on a GPU: kernels from the cache of lowered kernels return the same bits as newly traced kernels.
+"""Tests on a GPU: kernels from the cache of lowered kernels return the same bits as newly traced kernels, also after
+cache files were damaged.
 
 tests/runtime/test_kernel_cache.py has the other tests of the cache.
 """
@@ -9,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn.runtime import kernel_cache
+from tests.runtime.cache_damages import DAMAGES
 
 PAGES, PAGE_SIZE, SEQS = 40, 64, 5
 KV_LENS = (1, 64, 200, 0, 333)
@@ -110,3 +113,34 @@ def test_cached_kernels_run_without_mosaic(tmp_path: Path) -> None:
     assert list(want)
     for leaf in want:
         np.testing.assert_array_equal(got[leaf], want[leaf])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), None], ids=[*DAMAGES, "folder that others can write"])
+def test_damage_of_real_kernels(
+    damage: Callable[[Path], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU kernel returns the same bits after its cache file was damaged or its folder was opened to other users."""
+    function, arguments = calls()["paged_decode"]
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(folder))
+
+    def result() -> list[np.ndarray]:
+        jax.clear_caches()
+        kernel_cache._cached.cache_clear()
+        kernel_cache._warn_once.cache_clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*other users own it or can write it")
+            leaves = jax.tree.leaves(jax.jit(functools.partial(function))(*arguments))
+        return [np.asarray(leaf).view(np.uint8) for leaf in leaves]
+
+    want, files = result(), list(folder.iterdir())
+    assert files
+    if damage is None:
+        folder.chmod(0o777)
+    else:
+        for file in files:
+            damage(file)
+    for got, expected in zip(result(), want, strict=True):
+        np.testing.assert_array_equal(got, expected)

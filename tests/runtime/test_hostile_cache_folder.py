@@ -6,8 +6,6 @@ block, and must return the correct result.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import stat
 import warnings
@@ -15,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
 from pallas_attn.runtime import kernel_cache
-from tests.runtime.test_cached_kernels import calls
+from tests.runtime.cache_damages import DAMAGES
 from tests.runtime.test_kernel_cache import TRACED, Call, X, Y, cache_folder, forget, run
 
 __all__ = ["cache_folder"]
@@ -104,46 +101,6 @@ def test_file_that_others_can_write_is_replaced(kernels: list[Path]) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in kernels} == {0o600}
 
 
-def link_to_other_kernel(file: Path) -> None:
-    """Replace the file by a symbolic link to a copy of it, which is a valid kernel of this user."""
-    copy = file.parent.parent / f"copy-{file.name}"
-    file.rename(copy)
-    file.symlink_to(copy)
-
-
-def with_right_digest(body: bytes) -> Callable[[Path], None]:
-    def write(file: Path) -> None:
-        digest = hashlib.sha256(file.name.encode() + body).digest()
-        file.unlink()
-        file.write_bytes(kernel_cache.MAGIC + digest + body)
-        file.chmod(0o600)
-
-    return write
-
-
-def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def replace(file: Path) -> None:
-        file.unlink()
-        make(file)
-
-    return replace
-
-
-DAMAGES = {
-    "FIFO": replaced_by(os.mkfifo),
-    "link to endless file": replaced_by(lambda file: file.symlink_to("/dev/zero")),
-    "link to itself": replaced_by(lambda file: file.symlink_to(file)),
-    "link to nothing": replaced_by(lambda file: file.symlink_to("/nonexistent/file")),
-    "link to kernel": link_to_other_kernel,
-    "empty": lambda file: os.truncate(file, 0),
-    "sparse file of a terabyte": lambda file: os.truncate(file, 2**40),
-    "garbage": with_right_digest(b"garbage"),
-    "no body": with_right_digest(b""),
-    "zeros": with_right_digest(bytes(4096)),
-    "random bytes": with_right_digest(np.random.default_rng(0).bytes(4096)),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_file_is_replaced(kernels: list[Path], damage: Callable[[Path], None]) -> None:
     for file in kernels:
@@ -174,33 +131,3 @@ def test_failed_write_leaves_no_file(kernels: list[Path]) -> None:
     with mock.patch.object(os, "replace", side_effect=OSError(28, "No space left on device")):
         expect_traced(warning="No space left on device")
     assert not list(kernels[0].parent.iterdir())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("damage", [*DAMAGES.values(), None], ids=[*DAMAGES, "folder that others can write"])
-def test_damage_of_real_kernels(
-    damage: Callable[[Path], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU kernel returns the same bits after its cache file was damaged or its folder was opened to other users."""
-    function, arguments = calls()["paged_decode"]
-    folder = tmp_path / "kernels"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(folder))
-
-    def result() -> list[np.ndarray]:
-        jax.clear_caches()
-        forget()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*other users own it or can write it")
-            leaves = jax.tree.leaves(jax.jit(functools.partial(function))(*arguments))
-        return [np.asarray(leaf).view(np.uint8) for leaf in leaves]
-
-    want, files = result(), list(folder.iterdir())
-    assert files
-    if damage is None:
-        folder.chmod(0o777)
-    else:
-        for file in files:
-            damage(file)
-    for got, expected in zip(result(), want, strict=True):
-        np.testing.assert_array_equal(got, expected)
