@@ -666,9 +666,9 @@ SPILLS = dict.fromkeys(
     ),
     32,
 )
-"""Permitted bytes of register spills per thread. The first kernels do not spill with other tiles, but were slower in all
-measurements. The others are limited to 128 registers per thread, so that two programs fit on a multiprocessor. They do
-not spill on sm80, sm90 and sm120.
+"""Permitted bytes of register spills per thread. The first kernels do not spill with other tiles, but were slower in
+all measurements. The others are limited to 128 registers per thread, so that two programs fit on a multiprocessor.
+They do not spill on sm80, sm90 and sm120.
 """
 
 IN_EVERY_RUN = frozenset(
