@@ -183,8 +183,6 @@ def refuse_unsupported(config: Json, **of_family: Any) -> None:
       config: contents of a config.json.
       of_family: the only supported value of further entries; None if the entry must be absent.
     """
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {shown(config['hidden_act'])}: expected 'silu'")
     for name, supported in (_SUPPORTED | of_family).items():
         value = config.get(name)
         if value is not None and value != supported:
@@ -202,6 +200,7 @@ _SUPPORTED: dict[str, Any] = {
     "attn_temperature_tuning": False,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
+    "hidden_act": "silu",
     "hidden_activation": "silu",
     "is_causal": True,
     "logit_scale": 1.0,

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -173,6 +174,26 @@ def test_idle_strangers_do_not_keep_processes_out(tmp_path: Path, monkeypatch: p
                     await asyncio.sleep(0.1)
             for _, writer in idle:
                 writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seconds", [0.0, coordination_service.HANDSHAKE_S])
+def test_listener_that_closes_after_its_time_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch, seconds: float):
+    """A listener closes connections with a wrong proof at once, and slow connections after a time limit."""
+    clock = iter([0.0, seconds])
+    monkeypatch.setattr(coordination_service, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"nonce": "00"}\n')
+        await reader.readline()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(EOFError if seconds else Refused):
+                await coordination_service._open("127.0.0.1", port, SECRET, (1, 3, "a"))
 
     asyncio.run(run())
 

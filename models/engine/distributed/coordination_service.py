@@ -161,8 +161,9 @@ async def _open(
 
     Raises:
       Refused: the listener refused this process, or has another secret.
-      NO_ANSWER: no listener answered.
+      NO_ANSWER: no listener answered in time.
     """
+    began = time.monotonic()
     async with asyncio.timeout(HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
         try:
@@ -181,6 +182,8 @@ async def _open(
             try:
                 answer = await _receive(reader)
             except EOFError:
+                if time.monotonic() - began >= HANDSHAKE_S:  # the listener's time limit, not a wrong proof
+                    raise
                 raise Refused("it does not have the secret of this process") from None
             error = answer.get("error")
             if not _is_proof(answer.get("proof"), _proof(secret, "listener", *nonces, *statement, error)):

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from pallas_attn.models.decoder import Caches, LayerCache, cache_arrays, with_ar
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.fields import (
     DTYPES,
+    UNLIMITED,
     Array,
     Integer,
     Kind,
@@ -166,11 +166,11 @@ class CachedPages:
             name = f"pages.sequences[{i}]"
             if not isinstance(sequence, CachedSequence) or not isinstance(sequence.tokens, tuple):
                 raise ValueError(f"{name}: expected a CachedSequence with a tuple of tokens, got {sequence!r:.100}")
-            check_field(f"{name}.salt", sequence.salt, TextUpTo(sys.maxsize))
+            check_field(f"{name}.salt", sequence.salt, TextUpTo(UNLIMITED))
             num_pages, rest = divmod(len(sequence.tokens), page_size)
             if rest or len(sequence.rows) != len(groups):
                 raise ValueError(f"pages: a sequence of {len(sequence.tokens)} tokens has not just its whole pages")
-            check_field(f"{name}.tokens", list(sequence.tokens), ListOf(Integer(0, vocab_size - 1), most=sys.maxsize))
+            check_field(f"{name}.tokens", list(sequence.tokens), ListOf(Integer(0, vocab_size - 1), most=UNLIMITED))
             for group, (rows, of_group, most) in enumerate(zip(sequence.rows, groups, num_rows, strict=True)):
                 check_field(f"{name}.rows[{group}]", rows, Array("int32", (of_group.num_heads, num_pages)))
                 if rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most:

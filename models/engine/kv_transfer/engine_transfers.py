@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from pallas_attn.models.decoder.mesh import spans_processes
 from pallas_attn.models.engine.config import EngineConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
-from pallas_attn.models.engine.kv_transfer.fields import Integer, ObjectOf, TextUpTo, check_field
+from pallas_attn.models.engine.kv_transfer.fields import UNLIMITED, Integer, ObjectOf, TextUpTo, check_field
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.request import Request
@@ -180,7 +179,7 @@ class EngineTransfers:
         check_field("made_for", made_for, ObjectOf())
         if (unlike := difference(made_for, self.cache_format)) is not None:
             raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
-        check_field("salt", salt, TextUpTo(sys.maxsize))
+        check_field("salt", salt, TextUpTo(UNLIMITED))
         ids = check_ids("tokens", tokens)
         if len(ids) > max_len:
             raise ValueError(f"tokens: expected at most {max_len}, got {len(ids)}")

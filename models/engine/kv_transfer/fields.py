@@ -28,17 +28,21 @@ DTYPES = {
 records and Python objects."""
 
 
+UNLIMITED = 2**63 - 1
+"""Limit of a number, a length or a number of items that is not limited otherwise."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Integer:
     """A Python or NumPy integer from `least` to `most`; not a bool."""
 
     least: int = 0
-    most: int = 2**63 - 1
+    most: int = UNLIMITED
 
     def __str__(self) -> str:
         if self.least == self.most:
             return str(self.least)
-        limit = f"of at least {self.least}" if self.most == 2**63 - 1 else f"from {self.least} to {self.most}"
+        limit = f"of at least {self.least}" if self.most == UNLIMITED else f"from {self.least} to {self.most}"
         return f"an integer {limit}"
 
 
@@ -49,7 +53,8 @@ class TextUpTo:
     longest: int
 
     def __str__(self) -> str:
-        return f"a str of at most {self.longest} characters without surrogates"
+        limit = "" if self.longest == UNLIMITED else f" of at most {self.longest} characters"
+        return f"a str{limit} without surrogates"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,8 @@ class ListOf:
     least: int = 0
 
     def __str__(self) -> str:
-        return f"a list of {self.least} to {self.most} items"
+        limit = f"of at least {self.least}" if self.most == UNLIMITED else f"of {self.least} to {self.most}"
+        return f"a list {limit} items"
 
 
 @dataclasses.dataclass(frozen=True)
