@@ -20,7 +20,8 @@ accept a wrong cache. Therefore the rounding error is measured, and the losses a
 rounding alone causes:
 
 1. The plain run computes all logits twice: with the weights converted to float32, and in bfloat16. The difference is a
-   sample of the rounding error: noise[i], float32 [V], for each output position i.
+   sample of the rounding error: noise[i], float32 [V], for each output position i. If the output has less than
+   `_LEAST_NOISE` positions, the last positions of the prompt also provide noise.
 2. Losses are computed from the float32 logits.
 3. For each position i, noise[i], noise[i + 1], ... are added to the float32 logits, one at a time. A token is chosen
    from each sum, and its loss is computed. Mean and variance of these losses estimate the loss that rounding causes at
@@ -85,6 +86,8 @@ SIGMAS = 6.0
 
 _FEW_TIED = 4  # number of tokens that may differ within the tolerance even if their share exceeds MOST_TIED
 _NUM_SHIFTS = 8  # noise vectors that are added to the logits of each position, one at a time
+
+_LEAST_NOISE = 32  # number of positions that provide noise, if the sequence is long enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +386,8 @@ class PlainRun:
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
         padded = pad_tokens(tokens)
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
-        rows = np.minimum(np.arange(first, first + self._num_rows, dtype=np.int32), last)
+        start = min(first, max(last + 1 - _LEAST_NOISE, 0))  # positions before `first` only provide noise
+        rows = np.minimum(np.arange(start, start + self._num_rows, dtype=np.int32), last)
         following = padded[np.minimum(rows + 1, last)]
         params = decoded.params
         sampling = SamplingRows(
@@ -393,12 +397,12 @@ class PlainRun:
             seed=jnp.full(rows.shape, params.seed, jnp.uint32),
             position=jnp.asarray(rows + 1),
         )
-        count = len(decoded.output_ids)
-        arguments = (padded, np.int32(len(tokens)), rows, sampling, following, np.int32(max(count, 1)))
+        arguments = (padded, np.int32(len(tokens)), rows, sampling, following, np.int32(last + 1 - start))
         if self._mesh is not None and spans_processes(self._mesh):
             arguments = jax.tree.map(functools.partial(replicated, mesh=self._mesh), arguments)
         chosen, margins, *losses = (np.asarray(values) for values in self._choose(self._weights, *arguments))
-        return Choices(chosen[: count + 1], margins[: count + 1], *(values[:count] for values in losses))
+        after, outputs = slice(first - start, last + 1 - start), slice(first - start, last - start)
+        return Choices(chosen[after], margins[after], *(values[outputs] for values in losses))
 
 
 def _end(output: Sequence[int], due: int, finished: bool, choices: Choices) -> Difference | None:
@@ -438,7 +442,7 @@ def _choose(
     rows: Int32[Array, "n"],
     sampling: SamplingRows,
     following: Int32[Array, "n"],
-    num_outputs: Int32[Array, ""],
+    num_rows: Int32[Array, ""],
 ) -> tuple[Array, ...]:
     """Choose a token after each of n positions with float32 weights, and compute the loss of the engine's token there.
 
@@ -452,7 +456,7 @@ def _choose(
       rows: positions after which a token is chosen.
       sampling: sampling parameters for the token after each position.
       following: the engine's token after each position.
-      num_outputs: number of leading entries of `rows` that are followed by an output token, at least 1.
+      num_rows: number of leading entries of `rows` that are different positions, at least 1.
 
     Returns:
       The fields of `Choices`, each [n]; the last three only if the model is not in float32.
@@ -469,9 +473,9 @@ def _choose(
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
 
     def losses_at(shift: Int32[Array, ""]) -> Float[Array, "n"]:
-        """Return the losses of tokens that are chosen from perturbed logits: the noise of the position `shift`
-        positions later is added to the logits of each position."""
-        chosen, _ = sample(exact + noise[(row + shift) % num_outputs], sampling)
+        """Return the losses of tokens that are chosen from perturbed logits: the noise of the position `shift` rows
+        later is added to the logits of each position."""
+        chosen, _ = sample(exact + noise[(row + shift) % num_rows], sampling)
         return losses(exact, sampling, jnp.maximum(chosen, 0))
 
     by_rounding = jax.lax.map(losses_at, jnp.arange(_NUM_SHIFTS, dtype=jnp.int32))  # [shifts, n]
