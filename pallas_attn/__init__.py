@@ -32,6 +32,8 @@ from pallas_attn.ops.write_latent import write_latent as write_latent
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
 from pallas_attn.portable.metadata import is_prefill as is_prefill
+from pallas_attn.portable.metadata import layer_slots as layer_slots
+from pallas_attn.portable.metadata import layer_tables as layer_tables
 from pallas_attn.portable.metadata import slot_mapping as slot_mapping
 from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import token_slots as token_slots
@@ -86,7 +88,13 @@ DeprecationWarning.
 
 
 def __getattr__(name: str) -> object:
-    """Return the object that has replaced a former public name, with a DeprecationWarning."""
+    """Return the object that has replaced a former public name, with a DeprecationWarning; or the package `cache`,
+    which is imported when it is first used.
+    """
+    if name == "cache":
+        import importlib
+
+        return importlib.import_module("pallas_attn.cache")
     if name not in _RENAMED:
         raise AttributeError(f"module 'pallas_attn' has no attribute {name!r}")
     import warnings

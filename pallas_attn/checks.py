@@ -42,6 +42,9 @@ MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
 
 INT32_RANGE = np.iinfo(np.int32)
 
+_VIEW = "tokens per page of the viewed array"
+"""Symbol that `check_kv` binds to `PagedKV.view_page_size`, for `check_block_tables`."""
+
 
 class Dims:
     """Sizes of shape symbols. The first array with a symbol determines its size; later arrays must have the same size.
@@ -60,8 +63,13 @@ class Dims:
     def __contains__(self, symbol: str) -> bool:
         return symbol in self._sizes
 
-    def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
-        """Check an array's shape against symbols, integers and `symbol+1`, separated by spaces; bind new symbols."""
+    def check(
+        self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None, *, advice: str = ""
+    ) -> None:
+        """Check an array's shape against symbols, integers and `symbol+1`, separated by spaces; bind new symbols.
+
+        `advice` is appended to the message about a wrong shape.
+        """
         wanted = shape.split()
         check_array(name, array)
         got = tuple(array.shape)
@@ -72,7 +80,7 @@ class Dims:
             )
         if len(got) != len(wanted) or any(self._size(w) not in (None, g) for w, g in zip(wanted, got, strict=True)):
             expected = ", ".join(w if w.isdigit() or self._size(w) is None else f"{w}={self._size(w)}" for w in wanted)
-            raise ValueError(f"{name}: expected shape [{expected}], got {list(got)}")
+            raise ValueError(f"{name}: expected shape [{expected}], got {list(got)}{advice}")
         if empty := [w for w, g in zip(wanted, got, strict=True) if g == 0 and w not in MAY_BE_EMPTY]:
             raise ValueError(f"{name}: expected {', '.join(empty)} of at least 1, got shape {list(got)}")
         self._sizes.update({w: g for w, g in zip(wanted, got, strict=True) if w.isidentifier()})
@@ -226,10 +234,25 @@ def _described(value: Any) -> str:
 # --- validation of arguments
 
 
-def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless all KV heads have the same number of query heads."""
+def check_heads(num_q_heads: int, num_kv_heads: int, *, advice: str = "") -> None:
+    """Raise ValueError unless all KV heads have the same number of query heads. The message ends with `advice`."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise ValueError(f"q: its {num_q_heads} heads must be a multiple of the {num_kv_heads} KV heads")
+        raise ValueError(f"q: its {num_q_heads} heads must be a multiple of the {num_kv_heads} KV heads{advice}")
+
+
+def view_advice(kv: PagedKV, num_heads: int) -> str:
+    """Return the advice to view a cache as pages of one token, for messages about numbers of heads.
+
+    Return "" unless `num_heads` query heads, or new KV heads, fit pages with tokens before heads.
+    """
+    pages = kv.k
+    if kv.view_page_size is not None or pages.ndim != 4 or pages.shape[2] < 2 or num_heads % pages.shape[2]:
+        return ""
+    view = f"view_fused(pages, {pages.shape[2]})" if kv.is_fused else "view_nhd(k, v)"
+    return (
+        f". If kv.k {list(pages.shape)} has the tokens of a page before its heads, [N, ps, Hkv, D], pass kv={view} and"
+        f" block tables from token_tables(..., page_size={pages.shape[1]})"
+    )
 
 
 def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
@@ -240,6 +263,27 @@ def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
     """
     check_array("block_tables", block_tables)
     dims.check("block_tables", block_tables, f"{rows} P" if block_tables.ndim == 2 else f"{rows} Hkv P", INT)
+    check_token_entries("block_tables", block_tables, dims["P"], dims)
+
+
+def check_token_entries(name: str, tables: Any, width: int, dims: Dims) -> None:
+    """Raise ValueError for tables of pages with a view of one token per page, which would read wrong tokens.
+
+    Tables of pages are not recognised if their width is a multiple of the page size.
+
+    Args:
+      width: entries per row of the tables.
+      dims: result of `check_kv`.
+    """
+    if _VIEW not in dims:
+        return
+    page_size = dims[_VIEW]
+    if width % page_size:
+        raise ValueError(
+            f"{name}: expected an entry for each token, a multiple of {page_size} per row, because kv is a view of"
+            f" pages of {page_size} tokens with one token per page; got {list(tables.shape)}. Convert tables of pages"
+            f" with token_tables({name}, page_size={page_size})"
+        )
 
 
 def check_class(name: str, value: Any, wanted: type) -> None:
@@ -249,10 +293,14 @@ def check_class(name: str, value: Any, wanted: type) -> None:
 
 
 def check_kv(kv: PagedKV, dims: Dims) -> None:
-    """Check a K/V cache; bind N, Hkv, ps, D and Dv. If D or Dv is bound already, the cache must have this width."""
+    """Check a K/V cache; bind N, Hkv, ps, D, Dv and the page size of a view. If D or Dv is bound already, the cache
+    must have this width.
+    """
     check_class("kv", kv, PagedKV)
+    if kv.view_page_size is not None:
+        dims.bind(_VIEW, size("kv.view_page_size", kv.view_page_size))
     if kv.is_fused:
-        _check_fused(kv.k, dims)
+        _check_fused(kv, dims)
     else:
         dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
         dims.check("kv.v", kv.v, "N Hkv ps Dv", (kv.k.dtype,))
@@ -307,12 +355,14 @@ def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
         raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {q.dtype.name}, got None")
 
 
-def _check_fused(pages: Any, dims: Dims) -> None:
+def _check_fused(kv: PagedKV, dims: Dims) -> None:
     """Check fused pages [N, Hkv, ps, 2 · W]: keys in the first half of the columns, values in the second, with W >= D.
 
     If D is not bound, bind it to W.
     """
-    dims.check("kv.k", pages, "N Hkv ps columns", (*PLAIN, *QMAX))
+    check_array("kv.k", kv.k)
+    advice = view_advice(kv, dims["Hkv"]) if "Hkv" in dims else ""
+    dims.check("kv.k", kv.k, "N Hkv ps columns", (*PLAIN, *QMAX), advice=advice)
     width = dims["D"] if "D" in dims else dims["columns"] // 2
     if dims["columns"] % 2 or dims["columns"] < 2 * width:
         raise ValueError(

@@ -21,7 +21,8 @@ each other. `token_tables` computes the block tables of these pages:
     kv, tables = view_nhd(k, v), token_tables(block_tables, page_size=k.shape[1])
 
 Every operation that takes a `PagedKV` accepts this cache with these tables, and reads and writes the original arrays.
-The block table then has an entry of 4 bytes per token, which is little compared with Hkv·D keys and values.
+The block table then has an entry of 4 bytes per token, which is little compared with Hkv·D keys and values. The cache
+records ps, so that operations can refuse most tables of pages (`PagedKV.view_page_size`).
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def view_nhd(
 ) -> PagedKV:
     """Interpret pages with tokens before heads (NHD) as a cache with one token per page, without a copy.
 
-    Pass this cache to operations together with `token_tables(block_tables, ...)`. The slots of tokens stay the same.
+    Pass this cache to operations together with `token_tables(block_tables, ...)`. Operations raise ValueError for
+    tables whose width is not a multiple of ps, such as most tables of pages. The slots of tokens stay the same.
     If an operation returns the cache `kv`, `kv.k.reshape(k.shape)` has the original shape, also without a copy. A dense
     cache [B, S, Hkv, D] is the special case of one page of S tokens per sequence, with the block tables
     `jnp.arange(B)[:, None]`.
@@ -133,6 +135,7 @@ def view_nhd(
     kv = PagedKV(
         *(jnp.reshape(x, (tokens, heads, 1, x.shape[-1])) for x in (k, v)),
         *(_scale_of_tokens(name, scale, dims) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))),
+        view_page_size=dims["ps"],
     )
     checks.check_kv(kv, checks.Dims())
     return kv
@@ -165,7 +168,8 @@ def view_fused(
 ) -> PagedKV:
     """Interpret one array with keys and values as a fused cache with one token per page, without a copy.
 
-    Block tables, slots, returned caches and implementations are as for `view_nhd`. In memory, the array must have, for
+    Block tables, slots, returned caches and implementations are as for `view_nhd`; `ragged_paged_attention` also takes
+    the array itself, with tables of pages. In memory, the array must have, for
     each token and each head, W columns of the key followed by W columns of the value. These shapes have this order:
 
     - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
@@ -210,23 +214,30 @@ def view_fused(
         )
     dims = checks.Dims(N=num_pages, ps=page_size, Hkv=num_kv_heads)
     scales = (_scale_of_tokens(name, scale, dims) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)))
-    kv = PagedKV(jnp.reshape(pages, (num_pages * page_size, num_kv_heads, 1, columns)), None, *scales)
+    kv = PagedKV(
+        jnp.reshape(pages, (num_pages * page_size, num_kv_heads, 1, columns)), None, *scales, view_page_size=page_size
+    )
     checks.check_kv(kv, checks.Dims())
     return kv
 
 
-def token_tables(block_tables: Int32[Array, "S P"], *, page_size: int) -> Int32[Array, "S entries"]:
-    """Convert block tables for pages of ps tokens into block tables for pages of one token, [S, P·ps].
+def token_tables(
+    block_tables: Int32[Array, "S P"] | Int32[Array, "SP"], *, page_size: int
+) -> Int32[Array, "S entries"] | Int32[Array, "entries"]:
+    """Convert block tables for pages of ps tokens into block tables for pages of one token.
 
-    Entry i·ps + t of the result is block_tables[:, i]·ps + t, or PAGE_NONE if entry i has no page. The tables are for
-    the caches of `view_nhd` and `view_fused`.
+    Entry i·ps + t of a row of the result is entry i of the row times ps, plus t, or PAGE_NONE if entry i has no page.
+    The tables are for the caches of `view_nhd` and `view_fused`.
 
     Args:
-      block_tables: page ids.
+      block_tables: page ids, [S, P] or flattened [S·P].
       page_size: ps, tokens per page.
 
+    Returns:
+      Tables [S, P·ps], or [S·P·ps] for flattened tables.
+
     Raises:
-      ValueError: `block_tables` is not int32 [S, P], or the page size is below 1.
+      ValueError: `block_tables` is not int32 [S, P] or [S·P], or the page size is below 1.
 
     Example:
       >>> tables = jnp.array([[3, 1], [0, pallas_attn.PAGE_NONE]], jnp.int32)
@@ -234,15 +245,17 @@ def token_tables(block_tables: Int32[Array, "S P"], *, page_size: int) -> Int32[
       [[6, 7, 2, 3], [0, 1, -1, -1]]
     """
     (block_tables,) = checks.int32(block_tables=block_tables)
-    checks.Dims().check("block_tables", block_tables, "S P", checks.INT)
+    checks.check_array("block_tables", block_tables)
+    is_flat = block_tables.ndim == 1
+    checks.Dims().check("block_tables", block_tables, "S" if is_flat else "S P", checks.INT)
     page_size = checks.size("page_size", page_size)
     most = (jnp.iinfo(jnp.int32).max - (page_size - 1)) // page_size
     exists = (block_tables >= 0) & (block_tables <= most)
-    tokens = (
-        jnp.where(exists, block_tables, 0)[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    offsets = jnp.arange(page_size, dtype=jnp.int32).reshape((1,) * block_tables.ndim + (page_size,))
+    tokens = jnp.where(
+        exists[..., None], jnp.where(exists, block_tables, 0)[..., None] * page_size + offsets, PAGE_NONE
     )
-    tokens = jnp.where(exists[..., None], tokens, PAGE_NONE)
-    return tokens.reshape(block_tables.shape[0], block_tables.shape[1] * page_size)
+    return tokens.reshape(*block_tables.shape[:-1], block_tables.shape[-1] * page_size)
 
 
 def from_csr(

@@ -15,6 +15,7 @@ Symbols, here and in all signatures:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -91,9 +92,7 @@ class CacheSpec:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page, summed over all arrays that have an entry per page. Static scales are not included."""
-        return sum(
-            _num_bytes(a) // self.num_pages for a in self.arrays.values() if a.shape[0] == self.num_pages and a.ndim > 2
-        )
+        return sum(_num_bytes(a) // self.num_pages for a in self.arrays.values() if _has_pages(a, self))
 
     @property
     def num_bytes(self) -> int:
@@ -105,11 +104,27 @@ def _num_bytes(a: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(a.shape, dtype=np.int64)) * jnp.dtype(a.dtype).itemsize
 
 
-def _allocate(spec: CacheSpec) -> dict[str, jax.Array]:
-    """Allocate the arrays of a cache: scales are ones, all other arrays are zeros."""
-    return {
-        name: (jnp.ones if name.endswith("scale") else jnp.zeros)(a.shape, a.dtype) for name, a in spec.arrays.items()
-    }
+def _has_pages(a: jax.ShapeDtypeStruct, spec: CacheSpec) -> bool:
+    """Return whether an array has an entry per page. Static scales, [Hkv] or [Hkv, D], have none."""
+    return a.shape[0] == spec.num_pages and a.ndim > 2
+
+
+def _allocate(spec: CacheSpec, layers: int) -> dict[str, jax.Array]:
+    """Allocate the arrays of a cache: scales are ones, all other arrays are zeros.
+
+    Arrays with an entry per page get `layers` times as many pages.
+    """
+    _positive(layers=layers)
+    if layers > 1 and layers * spec.num_pages * spec.page_size > 2**31:
+        raise ValueError(
+            f"layers: slots of {layers} layers of {spec.num_pages} pages of {spec.page_size} tokens do not fit an int32"
+        )
+
+    def allocate(name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = (layers * a.shape[0], *a.shape[1:]) if _has_pages(a, spec) else a.shape
+        return jnp.ones(shape, a.dtype) if name.endswith("scale") else jnp.zeros(shape, a.dtype)
+
+    return {name: allocate(name, a) for name, a in spec.arrays.items()}
 
 
 def _positive(**sizes: int) -> None:
@@ -290,6 +305,9 @@ class PagedKV:
       k_scale, v_scale: float32 scales of an 8-bit cache, or None. A key or value is the stored number times its scale.
         Shapes: [Hkv], one per head; [Hkv, D] and [Hkv, Dv], one per head and column; or [N, Hkv, g], one per page,
         head and token group, where group j of a page has the page's tokens [j·ps/g, (j+1)·ps/g).
+      view_page_size: tokens per page of the array that this cache views with one token per page; None for a cache that
+        is no view. `view_nhd` and `view_fused` set it. Operations then require block tables from `token_tables`: the
+        number of entries per row must be a multiple of it. Replace it by None to pass other tables of tokens.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -302,11 +320,22 @@ class PagedKV:
     v: Num[Array, "N Hkv ps Dv"] | Any = None
     k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
     v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | Float[Array, "N Hkv g"] | None = None
+    # Any instead of None: type checkers would refuse `PagedKV(**arrays)` for a dict of arrays.
+    view_page_size: int | Any = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     @staticmethod
-    def allocate(spec: CacheSpec) -> PagedKV:
-        """Return a cache with zeroed pages and unit scales for a spec from `kv_cache_spec`."""
-        return PagedKV(**_allocate(spec))
+    def allocate(spec: CacheSpec, *, layers: int = 1) -> PagedKV:
+        """Return a cache with zeroed pages and unit scales for a spec from `kv_cache_spec`.
+
+        With `layers`, the cache is a pool of layers · N pages for several layers. A `jax.lax.scan` over the layers can
+        carry it and update it in place. Layer i has the pages i·N to (i + 1)·N - 1: `layer_tables` and `layer_slots`
+        return its tables and slots. Static scales are one array for all layers. If layers have different scales,
+        replace them in each layer.
+
+        Raises:
+          ValueError: `layers` is below 1, or the slots of the pool do not fit an int32.
+        """
+        return PagedKV(**_allocate(spec, layers))
 
     @property
     def page_size(self) -> int:
@@ -328,7 +357,7 @@ class PagedKV:
 
     def with_pages(self, k: Array, v: Array, k_scale: Array | None, v_scale: Array | None) -> PagedKV:
         """Return a cache with these arrays. If this cache is fused, the returned cache is fused, and `v` is ignored."""
-        return PagedKV(k, None if self.is_fused else v, k_scale, v_scale)
+        return PagedKV(k, None if self.is_fused else v, k_scale, v_scale, view_page_size=self.view_page_size)
 
 
 @jax.tree_util.register_dataclass
@@ -359,9 +388,17 @@ class PagedLatent:
     rope: Float[Array, "N ps R"] | None = None
 
     @staticmethod
-    def allocate(spec: CacheSpec) -> PagedLatent:
-        """Return a cache with zeroed pages and unit scales for a spec from `latent_cache_spec`."""
-        return PagedLatent(**_allocate(spec))
+    def allocate(spec: CacheSpec, *, layers: int = 1) -> PagedLatent:
+        """Return a cache with zeroed pages and unit scales for a spec from `latent_cache_spec`.
+
+        With `layers`, the cache is a pool of layers · N pages for several layers. A `jax.lax.scan` over the layers can
+        carry it and update it in place. Layer i has the pages i·N to (i + 1)·N - 1: `layer_tables` and `layer_slots`
+        return its tables and slots.
+
+        Raises:
+          ValueError: `layers` is below 1, or the slots of the pool do not fit an int32.
+        """
+        return PagedLatent(**_allocate(spec, layers))
 
     @property
     def page_size(self) -> int:
@@ -400,9 +437,17 @@ class PagedIndexKeys:
     scale: Float[Array, "N ps 1"] | None = None
 
     @staticmethod
-    def allocate(spec: CacheSpec) -> PagedIndexKeys:
-        """Return a cache with zeroed keys and unit scales for a spec from `index_cache_spec`."""
-        return PagedIndexKeys(**_allocate(spec))
+    def allocate(spec: CacheSpec, *, layers: int = 1) -> PagedIndexKeys:
+        """Return a cache with zeroed keys and unit scales for a spec from `index_cache_spec`.
+
+        With `layers`, the cache is a pool of layers · N pages for several layers. A `jax.lax.scan` over the layers can
+        carry it and update it in place. Layer i has the pages i·N to (i + 1)·N - 1: `layer_tables` and `layer_slots`
+        return its tables and slots.
+
+        Raises:
+          ValueError: `layers` is below 1, or the slots of the pool do not fit an int32.
+        """
+        return PagedIndexKeys(**_allocate(spec, layers))
 
     @property
     def page_size(self) -> int:
@@ -563,9 +608,15 @@ def _as_json(static_fields: tuple[Any, ...]) -> bytes:
     return json.dumps(static_fields, default=dataclasses.asdict).encode()
 
 
-def _from_json(text: bytes) -> tuple[Any, ...]:
-    """Return the static fields from the text that `_as_json` returned. Only `DecodePlan.made_for` is a JSON object."""
-    return tuple(PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text))
+def _from_json(text: bytes, of: type) -> tuple[Any, ...]:
+    """Return the static fields of the class `of` from the text that `_as_json` returned.
+
+    Only `DecodePlan.made_for` is a JSON object. Fields that the text does not have, because an earlier version wrote
+    it, have their defaults.
+    """
+    found = [PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text)]
+    static = [field.default for field in dataclasses.fields(of) if field.metadata.get("static")]
+    return (*found, *static[len(found) :])
 
 
 # `jax.export` serialises functions with these arguments only if the types are registered.
@@ -581,5 +632,5 @@ for _type in (
         _type,
         serialized_name=f"pallas_attn.{_type.__name__}",
         serialize_auxdata=_as_json,
-        deserialize_auxdata=_from_json,
+        deserialize_auxdata=functools.partial(_from_json, of=_type),
     )

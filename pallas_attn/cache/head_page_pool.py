@@ -54,13 +54,19 @@ class HeadPagePool:
     thread-safe.
 
     Example:
-      >>> window = pallas_attn.HeadWindow([pallas_attn.FULL, 4], [0, 0])  # two KV heads, the second has a window
+      >>> widths = jnp.array([pallas_attn.FULL, 4], jnp.int32)  # two KV heads, the second has a window
+      >>> window = pallas_attn.HeadWindow(widths, sink_tokens=jnp.zeros(2, jnp.int32))
       >>> pool = pallas_attn.cache.HeadPagePool(8, window, page_size=4, max_num_seqs=2, max_pages_per_seq=4)
       >>> pool.allocate(0, num_tokens=12)
       >>> pool.recycle([0], [11])  # the window of token 11 in the second head starts at token 8
       [1, 3]
-      >>> pool.tables([0]).tolist()
+      >>> tables, kv_lens = jnp.asarray(pool.tables([0])), jnp.array([12], jnp.int32)
+      >>> tables.tolist()
       [[[0, 2, 4, -1], [-1, -1, 5, -1]]]
+      >>> spec = pallas_attn.kv_cache_spec(num_pages=4, page_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+      >>> kv, q = pallas_attn.PagedKV.allocate(spec), jnp.ones((1, 1, 2, 8))  # 4 pages of 2 heads are 8 rows
+      >>> pallas_attn.paged_decode(q, kv, tables, kv_lens, window=window).shape
+      (1, 1, 2, 8)
     """
 
     def __init__(

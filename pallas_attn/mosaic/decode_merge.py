@@ -174,7 +174,7 @@ def merge_splits(
             OutputWriter.tile_type(width, layout.rows, out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="merge_pieces",
+        kernel_name="merge_splits",
     )(out, finished, *basics.materialize((partials, plan, sinks)))
     return basics.read_back(finished)
 

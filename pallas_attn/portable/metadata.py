@@ -150,6 +150,73 @@ def token_slots(
     return jnp.where(inside, page * page_size + positions % page_size, PAGE_NONE)
 
 
+def layer_tables(
+    block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"] | Int32[Array, "SP"],
+    layer: Int32[Array, ""] | int,
+    *,
+    num_pages: int,
+) -> Int32[Array, "S P"] | Int32[Array, "S Hkv P"] | Int32[Array, "SP"]:
+    """Return the block tables of one layer in a pool of several layers, such as `PagedKV.allocate(spec, layers=L)`.
+
+    Args:
+      block_tables: page ids within a layer, or row ids for head-wise tables. The tables are equal for all layers.
+      layer: index of the layer; it may be traced, for example the index of a `jax.lax.scan`.
+      num_pages: N, pages per layer.
+
+    Returns:
+      Entries plus layer·N, or layer·N·Hkv for head-wise tables. Entries that are no page of a layer become PAGE_NONE.
+
+    Raises:
+      ValueError: shapes or dtypes are wrong.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0, pallas_attn.PAGE_NONE]], jnp.int32)
+      >>> pallas_attn.layer_tables(block_tables, 2, num_pages=8).tolist()
+      [[21, 16, -1]]
+    """
+    (block_tables,) = checks.int32(block_tables=block_tables)
+    checks.check_array("block_tables", block_tables)
+    shape = {1: "SP", 3: "S Hkv P"}.get(block_tables.ndim, "S P")
+    checks.Dims().check("block_tables", block_tables, shape, checks.INT)
+    num_pages = checks.size("num_pages", num_pages)
+    return _of_layer(block_tables, layer, num_pages * (block_tables.shape[1] if block_tables.ndim == 3 else 1))
+
+
+def layer_slots(
+    slots: Int32[Array, "T"] | Int32[Array, "T entries"], layer: Int32[Array, ""] | int, *, num_slots: int
+) -> Int32[Array, "T"] | Int32[Array, "T entries"]:
+    """Return the slots of one layer in a pool of several layers, such as `PagedKV.allocate(spec, layers=L)`.
+
+    Args:
+      slots: slots within a layer, from `slot_mapping` or `token_slots`. They are equal for all layers.
+      layer: index of the layer; it may be traced, for example the index of a `jax.lax.scan`.
+      num_slots: slots per layer: N·ps, or N·Hkv·ps for slots [T, Hkv] of page rows.
+
+    Returns:
+      Slots plus layer · num_slots. Values that are no slot of a layer become -1.
+
+    Raises:
+      ValueError: shapes or dtypes are wrong.
+
+    Example:
+      >>> pallas_attn.layer_slots(jnp.array([3, -1, 31], jnp.int32), 2, num_slots=8 * 4).tolist()
+      [67, -1, 95]
+    """
+    (slots,) = checks.int32(slots=slots)
+    checks.check_array("slots", slots)
+    checks.Dims().check("slots", slots, "T" if slots.ndim == 1 else "T entries", checks.INT)
+    return _of_layer(slots, layer, checks.size("num_slots", num_slots))
+
+
+def _of_layer(ids: Int32[Array, "*shape"], layer: Int32[Array, ""] | int, count: int) -> Int32[Array, "*shape"]:
+    """Return ids + layer · count; PAGE_NONE for ids outside 0 to count - 1, which would be ids of another layer."""
+    if isinstance(layer, int) and not isinstance(layer, bool) and layer < 0:
+        raise ValueError(f"layer: expected at least 0, got {layer}")
+    (layer,) = checks.int32(layer=np.asarray(layer) if isinstance(layer, int) else layer)
+    checks.Dims().check("layer", layer, "", checks.INT)
+    return jnp.where((ids >= 0) & (ids < count), ids + layer * count, PAGE_NONE)
+
+
 def is_prefill(
     num_decode_tokens: Int32[Array, ""] | int, cu_q_lens: Int32[Array, "S_plus_1"], *, length: int
 ) -> Bool[Array, "length"]:

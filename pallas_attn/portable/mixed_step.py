@@ -47,7 +47,7 @@ class MixedStep:
         )
         dims.check("kv_lens", kv_lens, "S", checks.INT)
         dims.check("cu_q_lens", cu_q_lens, "S+1", checks.INT)
-        block_tables = _as_tables(page_indices, dims)
+        block_tables = as_tables(page_indices, dims)
         if distribution is not None:
             distribution = _as_distribution(distribution, dims)
             place = jnp.arange(dims["S"] + 1, dtype=jnp.int32)
@@ -81,8 +81,8 @@ def _as_distribution(distribution: Any, dims: checks.Dims) -> Int32[Array, "3"]:
     return jnp.pad(jnp.reshape(distribution, 1), (2, 0))
 
 
-def _as_tables(page_indices: Any, dims: checks.Dims) -> Any:
-    """Return tables of rank 2 or 3; bind P."""
+def as_tables(page_indices: Any, dims: checks.Dims) -> Any:
+    """Return tables of rank 2, or of rank 3 if Hkv is bound; bind P. S must be bound."""
     checks.check_array("page_indices", page_indices)
     num_sequences = dims["S"]
     if page_indices.ndim == 1:
@@ -96,4 +96,5 @@ def _as_tables(page_indices: Any, dims: checks.Dims) -> Any:
         page_indices = page_indices[: num_sequences * width].reshape(num_sequences, width)
     by_head = page_indices.ndim == 3 and "Hkv" in dims
     dims.check("page_indices", page_indices, "S Hkv P" if by_head else "S P", checks.INT)
+    checks.check_token_entries("page_indices", page_indices, dims["P"], dims)
     return page_indices

@@ -2,7 +2,7 @@
 
 Rows are concatenated along a line, with a length equal to their cost, and the line is cut into equal shares, one per
 CTA. If the result is nearly as even, groups of rows get their own CTAs instead, so that fewer rows are cut. A position
-on the line is called an offset; a place is a row's index in the plan's order; a piece is the part of a row that one CTA
+on the line is called an offset; a place is a row's index in the plan's order; a split is the part of a row that one CTA
 processes.
 """
 
@@ -105,14 +105,14 @@ class Sharing:
     share starts, but not within the overhead or the last few pages. There are three schedules: separate CTAs for each
     row, equal shares of each group's rows, and equal shares of all rows. The schedule with the fewest cuts that is even
     enough is used. In `fixed` mode, rows are cut at multiples of `split_pages`, independent of the CTAs that process
-    them, and each piece costs 1.
+    them, and each split costs 1.
 
     Attributes:
       overhead: the constant, in pages; 0 in `fixed` mode.
       cut: pages that a CTA may process beyond an equal share if then no CTA processes parts of two rows; 0 in `fixed`
         mode.
       least: minimum pages of a part if rows have their own CTAs.
-      split_pages: pages per piece; 0 in `balanced` mode.
+      split_pages: pages per split; 0 in `balanced` mode.
     """
 
     overhead: int
@@ -122,7 +122,7 @@ class Sharing:
 
     @property
     def tail(self) -> int:
-        """Number of pages at the end of a row that are never cut off, because starting a piece costs more than these
+        """Number of pages at the end of a row that are never cut off, because starting a split costs more than these
         pages.
         """
         return self.overhead // 2
@@ -193,10 +193,10 @@ class Sharing:
         """Return the offset at which each CTA starts; at or past the end for CTAs without work."""
         return jnp.minimum(program, ratio(total + (share - 1), share)) * share
 
-    def pieces(
+    def splits(
         self, begin: Int32[Array, "rows"], end: Int32[Array, "rows"], share: Int32[Array, "*of"]
     ) -> Int32[Array, "rows"]:
-        """Return the number of pieces of rows between these offsets: one per row that is not idle, and one per cut."""
+        """Return the number of splits of rows between these offsets: one per row that is not idle, and one per cut."""
         if self.split_pages:
             return end - begin
         cuts = ratio(end - 1 - self.tail, share) - ratio(begin + self.overhead, share)
@@ -210,7 +210,7 @@ class Sharing:
         """Return the page at an offset into a row: page 0 within the overhead, which comes first."""
         return into * self.split_pages if self.split_pages else jnp.maximum(into - self.overhead, 0)
 
-    def piece(
+    def split(
         self,
         program: Int32[Array, "n"],
         begin: Int32[Array, "n"],
@@ -218,10 +218,10 @@ class Sharing:
         first: Int32[Array, "n"],
         share: Int32[Array, "*of"],
     ) -> Int32[Array, "n"]:
-        """Return the index of the piece that a CTA starts with.
+        """Return the index of the split that a CTA starts with.
 
         Args:
-          begin, first: offset and first piece of the row.
+          begin, first: offset and first split of the row.
           into: offset into the row at which the CTA starts.
         """
         if self.split_pages:

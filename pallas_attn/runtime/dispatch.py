@@ -231,11 +231,19 @@ def _try[Result](
     except (NotImplementedError, ValueError, MemoryError, RecursionError):  # unsupported, wrong arguments, no memory
         raise
     except Exception as error:
-        if name not in KERNELS:
+        if name not in KERNELS or _is_own_warning(error):
             raise
         raise BrokenImplementationError(
             f"{op}'s {name!r} implementation breaks: {_named(error)}{_versions(name)}"
         ) from error
+
+
+def _is_own_warning(error: Exception) -> bool:
+    """Return whether the exception is a warning of this package, raised because warnings are errors.
+
+    An implementation whose inner operation warns is not broken.
+    """
+    return isinstance(error, Warning) and str(error).startswith(kernel_cache.OWN_WARNING)
 
 
 def run(call: OperationCall, implementation: Implementation) -> Any:
@@ -309,7 +317,7 @@ def _versions(name: str) -> str:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(f"pallas_attn: {message}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{kernel_cache.OWN_WARNING}{message}", RuntimeWarning, stacklevel=2)
 
 
 def explain(

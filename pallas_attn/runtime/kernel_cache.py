@@ -83,6 +83,8 @@ SETTINGS = (
 """JAX settings that change what a function is traced or lowered to. A JAX version need not have all of them."""
 UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 2\n"
+OWN_WARNING = "pallas_attn: "
+"""Start of the warnings of this package."""
 MAX_BYTES = 64 * 2**20
 """Maximum size of a file. Kernels take up to a few megabytes."""
 
@@ -100,13 +102,14 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
     Args:
       function: a function that a module defines by name. The key contains this name, the text of the module's file and
         of the modules of its package that it uses, the text of pallas_attn, and the version of JAX. It contains no
-        other files that the function depends on, and no object: bound methods raise ValueError. A function without a
-        file, such as one from `python -c`, is cached in memory only.
+        other files that the function depends on, and no object. The name must therefore lead to this very function:
+        bound methods, `functools.partial` objects, local functions and further wrappers of a function raise
+        ValueError. A function without a file, such as one from `python -c`, is cached in memory only.
       call: a pytree of arrays and static values. The kernel is cached in memory only if a static value has a `repr`
         that does not determine the value, such as `<object at 0x7f...>`.
 
     Raises:
-      ValueError: the function has no such name.
+      ValueError: the function has no such name, or the module has another object under this name.
       NotImplementedError: the function does not support the call.
       LoweringError: the traced function cannot be lowered. Without the cache, JAX raises its own error later.
 
@@ -114,9 +117,8 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
       >>> pallas_attn.call_cached(jnp.linalg.norm, jnp.array([3.0, 4.0]))
       Array(5., dtype=float32)
     """
-    is_named = isinstance(function, NamedFunction) or "<" not in getattr(function, "__qualname__", "<")
-    if not is_named or inspect.ismethod(function):  # the key does not contain the object of a bound method
-        raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
+    if not isinstance(function, NamedFunction):
+        _check_name(function)
     arrays, rest = arguments.split_arrays(call)
     return call_split(function, arrays, rest)
 
@@ -128,6 +130,26 @@ def call_split(function: Callable[[Any], Any], arrays: list[Any], rest: argument
         return function(rest.join(arrays))
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
     return _lowered(_Key(function, rest, _described_rest(rest), avals, here, _settings()))(*arrays)
+
+
+def _check_name(function: Callable[[Any], Any]) -> None:
+    """Raise ValueError unless the function's module has this function under the function's name.
+
+    The cache key contains the name. Two functions with one name, such as two wrappers by `functools.wraps` of one
+    function, would have equal keys.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    for part in name.split(".") if isinstance(name, str) else [""]:
+        found = getattr(found, part, None)
+    if found is function and not inspect.ismethod(function):  # the name does not determine the object of a method
+        return
+    has = f"; {module}.{name} is another object" if found is not None and not inspect.ismethod(function) else ""
+    raise ValueError(
+        f"function: expected one that a module defines by name, got {function!r}{has}. Define it with `def` at the top"
+        " level of a module; pass captured values in `call`; set __module__ and __qualname__ of a wrapper to the name"
+        " under which a module defines the wrapper"
+    )
 
 
 _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
@@ -515,7 +537,10 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _read(file: Path) -> export.Exported | None:
-    """Return the exported function in a file; None if the file is missing, damaged or not to be trusted."""
+    """Return the exported function in a file; None if the file is missing, damaged or not to be trusted.
+
+    Warns, once per reason, if the file is complete but JAX cannot deserialize it.
+    """
     try:
         with _opened(file.parent) as folder:
             content = None if folder is None else _content(file.name, folder)
@@ -533,7 +558,9 @@ def _read(file: Path) -> export.Exported | None:
     mosaic_tools.find()
     try:
         return export.deserialize(bytearray(content[header:]))
-    except Exception:  # noqa: BLE001 - flatbuffers raises many types
+    except Exception as error:  # noqa: BLE001 - flatbuffers raises many types
+        reason, *_ = f"{type(error).__name__}: {error}".splitlines()
+        _warn_once(f"cannot deserialize a cached kernel in {file.parent}, and lowers it again: {reason}")
         return None
 
 
@@ -600,4 +627,4 @@ def _remove_unused(folder: int) -> None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(f"pallas_attn: {message}", stacklevel=2)
+    warnings.warn(f"{OWN_WARNING}{message}", stacklevel=2)

@@ -7,8 +7,8 @@ the whole cache to each device in every step, because XLA cannot partition a ker
 If the mesh has `AxisType.Explicit` axes, the splits are part of the array types and known while a call is traced. The
 call then runs in `jax.shard_map`. Otherwise only XLA knows the splits. The call is then one
 `jax.experimental.custom_partitioning` operation: XLA's partitioner calls back to get each device's part, and
-unsupported splits raise when the program is compiled. Calls on one device and calls inside `jax.shard_map` do not use
-this module.
+unsupported splits raise NotImplementedError when the program is compiled. Calls on one device and calls inside
+`jax.shard_map` do not use this module.
 
 The meaning of an array axis comes from the annotation of the argument, for example `Float[Array, "B Q Hq D"]`.
 """
@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compiler  # JAX has no public way to replace an error of XLA's partitioner
 from jax.experimental import custom_partitioning as partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -104,8 +105,8 @@ def run(
       annotations: shape annotation of each name of a dict; None for a dataclass, which has annotations.
 
     Raises:
-      NotImplementedError: the mesh is explicit, and arrays are split in a way that the operation does not support. On
-        other meshes, JAX raises an error with the same message when the program is compiled.
+      NotImplementedError: arrays are split in a way that the operation does not support. If the mesh is not explicit
+        and the call is traced, the compilation of the program raises it.
     """
     call = _SplitCall.of(op, function, arrays, rest, annotations)
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -434,6 +435,21 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
         return out, tuple(True for _ in out)
 
     return batchable
+
+
+def _raise_refusal(error: Exception) -> None:
+    """Raise the NotImplementedError that `_partitioned` raised inside XLA's partitioner. Ignore all other errors.
+
+    XLA reports an exception of its partitioner as an internal error whose message contains the Python stack. JAX would
+    raise a returned exception from this error and print both, so the handler raises instead of returning.
+    """
+    message = str(error)
+    found = re.search(r"^NotImplementedError: (.*)$", message, re.MULTILINE)
+    if found and message.startswith("INTERNAL: custom_partitioner:") and f'File "{__file__}"' in message:
+        raise NotImplementedError(found[1]) from None
+
+
+compiler.register_xla_runtime_error_handler(_raise_refusal)
 
 
 # --- how it is split

@@ -1,5 +1,5 @@
 """Compile-gate cases of operations that launch several kernels: `ragged_paged_attention`, `mla_ragged_paged_attention`
-and `cascade_decode`.
+and `cascade_decode`; and of a scan over layers.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import pallas_attn
@@ -71,6 +72,40 @@ def cascade() -> Case:
     return Case(call, arguments, cache="kv", temporaries=128 * MIB)
 
 
+@deferred
+def layers_of_a_pool() -> Case:
+    """Return the case of a scan over four layers that carries one pool: each layer writes and attends in its pages."""
+    layers = 4
+    spec = kv_cache_spec(
+        num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.bfloat16
+    )
+    mosaic: Any = {"implementation": "mosaic"}
+
+    def steps(q: Any, k: Any, v: Any, kv: PagedKV, block_tables: Any, kv_lens: Any, slots: Any) -> Any:
+        plan = pallas_attn.plan_decode(q[0], kv, block_tables, kv_lens, **mosaic)
+
+        def layer(kv: PagedKV, inputs: Any) -> Any:
+            i, q, k, v = inputs
+            at = pallas_attn.layer_slots(slots, i, num_slots=NUM_PAGES * PAGE_SIZE)
+            kv = pallas_attn.write_kv(kv, k, v, at, **mosaic)
+            tables = pallas_attn.layer_tables(block_tables, i, num_pages=NUM_PAGES)
+            return kv, pallas_attn.paged_decode(q, kv, tables, kv_lens, plan=plan, **mosaic)
+
+        return jax.lax.scan(layer, kv, (jnp.arange(layers, dtype=jnp.int32), q, k, v))
+
+    new = shape(layers, SEQUENCES, KV_HEADS, HEAD_DIM)
+    arguments = {
+        "q": shape(layers, SEQUENCES, 1, HEADS, HEAD_DIM),
+        "k": new,
+        "v": new,
+        "kv": jax.eval_shape(lambda: PagedKV.allocate(spec, layers=layers)),
+        "block_tables": ints(SEQUENCES, PAGES),
+        "kv_lens": ints(SEQUENCES),
+        "slots": ints(SEQUENCES),
+    }
+    return Case(steps, arguments, cache="kv", donated=True, temporaries=64 * MIB)
+
+
 STEPS = {
     "ragged-step-bf16": ragged(paged_kv(jnp.bfloat16), sliding_window=1024, soft_cap=30.0),
     "ragged-step-fp8-quantised": ragged(
@@ -79,4 +114,5 @@ STEPS = {
     "latent-step-16-heads": latents(16),
     "latent-step-128-heads": latents(128),
     "cascade-bf16": cascade(),
+    "layers-of-a-pool-bf16": layers_of_a_pool(),
 }

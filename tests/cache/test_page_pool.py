@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from pallas_attn.cache import CacheError, InconsistentCache, OutOfPages, PageError, PagePool
@@ -122,3 +125,12 @@ def test_check_finds_violated_invariants(break_pool, message):
     break_pool(pool)
     with pytest.raises(InconsistentCache, match=message):
         pool.check()
+
+
+def test_cache_is_an_attribute_that_is_imported_when_used() -> None:
+    program = (
+        "import sys, pallas_attn; assert 'pallas_attn.cache' not in sys.modules; print(pallas_attn.cache.PagePool(4))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PagePool" in done.stdout

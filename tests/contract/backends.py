@@ -288,7 +288,7 @@ def _planner(backend: Backend, window: int | None, num_programs: int, mode: str)
         shown = arrays if window is None else arrays | {"window": window}
         with (
             Variant("xla", CUT_SHORT_ROWS).settings(),
-            mock.patch.object(plan_module, "FIXED_PIECE_TOKENS", 32),
+            mock.patch.object(plan_module, "FIXED_SPLIT_TOKENS", 32),
             mock.patch.dict(dispatch.MODULES, by_xla),
         ):
             return harness.plan_for(shown, num_programs=num_programs, mode=mode, implementation=backend.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -560,50 +561,38 @@ def test_a_scale_of_queries_needs_a_cache_of_8_bits() -> None:
 # --- comparison with tpu-inference
 
 
-def call_padded(q: Any, k: Any, v: Any, kv: tuple[Any, Any], *rest: Any, attention_sink: Any, **options: Any) -> Any:
-    """Call `ragged_paged_attention` with a cache of layout [N, ps, heads, columns] that has more heads and columns than
-    the new tokens have.
-
-    New tokens are padded with zeros. An 8-bit cache has scales of 1, because the scales are arguments of the call.
-    """
-    heads, columns = kv[0].shape[2:]
-    group, tokens = q.shape[1] // k.shape[1], q.shape
-    scales = [jnp.ones((heads,), jnp.float32)] * (2 if k.dtype.itemsize == 1 else 0)
-
-    def pad(x: Any, heads: int) -> Any:
-        return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, columns - x.shape[2])))
-
-    if attention_sink is not None:
-        attention_sink = jnp.pad(attention_sink, (0, group * heads - tokens[1]))
-    padded = pad(q, group * heads), pad(k, heads), pad(v, heads), from_nhd(*kv, *scales)
-    out, after = ragged_paged_attention(*padded, *rest, attention_sink=attention_sink, implementation="xla", **options)
-    return out[:, : tokens[1], : tokens[2]], *to_nhd(after)[:2]
-
-
 UNUSED = ("m_block_sizes", "num_kv_pages_per_block", "num_queries_per_block", "vmem_limit_bytes")
 
 
-def theirs(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """Call `ragged_paged_attention` with the arguments of tpu-inference. In its cache, keys and values of a head
-    alternate.
+def theirs(
+    queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, use_causal_mask: bool = True, **options: Any
+) -> Any:
+    """Call `ragged_paged_attention` with the arguments of tpu-inference, which include the cache as one array.
+
+    tpu-inference also writes the columns that pad a head, with zeros, so new tokens are padded with zeros.
     """
-    pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
     options = {name: x for name, x in options.items() if name not in UNUSED}
-    causal, kv = options.pop("use_causal_mask"), (pages[:, :, 0::2], pages[:, :, 1::2])
-    out, k, v = call_padded(queries, keys, values, kv, *rest, causal=causal, attention_sink=None, **options)
-    return out, jnp.stack([k, v], axis=3).reshape(kv_cache.shape)
+    options |= {"causal": use_causal_mask, "attention_sink": rest[4] if len(rest) > 4 else None}
+    width = queries.shape[-1]
+    missing = 0 if width == 64 else kv_cache.shape[-1] - width
+    new = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (queries, keys, values))
+    out, kv_cache = ragged_paged_attention(*new, kv_cache, *rest[:4], implementation="xla", **options)
+    return out[..., :width], kv_cache
 
 
 def theirs_of_64(queries: Any, keys: Any, values: Any, kv_cache: Any, *rest: Any, **options: Any) -> Any:
-    """Call `ragged_paged_attention` with the arguments of tpu-inference for heads of 64 columns. In its cache, the key
-    and the value of a head are in the same 128 columns.
+    """Call `theirs` for heads of 64 columns, whose cache may have padded heads. One head with one padded head has the
+    shape of keys and values that alternate, so heads of zeros are appended.
     """
-    pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])
-    options = {name: x for name, x in options.items() if name not in UNUSED}
-    lengths, sink = rest[:4], rest[4] if len(rest) > 4 else None
-    kv = pages[..., :64], pages[..., 64:]
-    out, k, v = call_padded(queries, keys, values, kv, *lengths, attention_sink=sink, **options)
-    return out, jnp.concatenate([k, v], axis=-1).reshape(kv_cache.shape)
+    heads, given = math.prod(kv_cache.shape[2:4]), queries.shape[1]
+    missing = heads - keys.shape[1] if heads == 2 * keys.shape[1] else 0
+    queries, keys, values = (
+        jnp.pad(x, ((0, 0), (0, missing * x.shape[1] // keys.shape[1]), (0, 0))) for x in (queries, keys, values)
+    )
+    if missing and len(rest) > 4 and rest[4] is not None:
+        rest = (*rest[:4], jnp.pad(rest[4], (0, given)))
+    out, kv_cache = theirs(queries, keys, values, kv_cache, *rest, **options)
+    return out[:, :given], kv_cache
 
 
 @pytest.mark.slow

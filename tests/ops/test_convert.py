@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_attn
 from pallas_attn import PAGE_NONE, PagedLatent, latent_cache_spec, paged_decode, write_kv, write_latent
 from pallas_attn.convert import (
     from_csr,
@@ -146,6 +149,69 @@ def test_token_tables_have_the_tokens_of_pages() -> None:
     tables = token_tables(rows, page_size=4)
     assert tables.tolist() == [[8, 9, 10, 11] + [PAGE_NONE] * 4, [PAGE_NONE] * 4 + [4 * last + t for t in range(4)]]
     assert token_tables(jnp.zeros((0, 3), jnp.int32), page_size=4).shape == (0, 12)
+    assert token_tables(jnp.asarray(rows, jnp.int32).reshape(-1), page_size=4).tolist() == tables.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("name", ["paged_decode", "paged_prefill", "cascade_decode", "plan_decode"])
+def test_view_with_tables_of_pages(name: str, view: bool) -> None:
+    """Tables whose width is no multiple of the page size are refused for a view, and accepted for other caches."""
+    k = jnp.zeros((9, 4, 1, 8))
+    lens, tables = jnp.array([3], jnp.int32), jnp.zeros((1, 6), jnp.int32)
+    kv = view_nhd(k, k) if view else from_nhd(k, k)
+    q = jnp.ones((1, 2, 8)) if name == "paged_prefill" else jnp.ones((1, 1, 2, 8))
+    lengths = (jnp.array([0, 1], jnp.int32), lens) if name == "paged_prefill" else (lens,)
+    call = functools.partial(getattr(pallas_attn, name), q, kv, tables, *lengths)
+    if view:
+        with pytest.raises(
+            ValueError, match=r"^block_tables: expected an entry for each token, a multiple of 4 .*\[1, 6\]"
+        ):
+            jax.eval_shape(call)
+    else:
+        jax.eval_shape(call)
+
+
+NHD_PAGES, NEW_KEYS = jnp.zeros((9, 16, 2, 8)), jnp.zeros((3, 2, 8))  # 2 KV heads, pages of 16 tokens
+NHD_KV = PagedKV(NHD_PAGES, NHD_PAGES)
+ONE_TABLE, ONE_LEN, NEW_TOKENS = jnp.zeros((1, 4), jnp.int32), jnp.array([3], jnp.int32), jnp.array([0, 3], jnp.int32)
+MISTAKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "decode": (lambda: paged_decode(jnp.ones((1, 1, 4, 8)), NHD_KV, ONE_TABLE, ONE_LEN), "q: its 4 heads"),
+    "cascade": (
+        lambda: pallas_attn.cascade_decode(jnp.ones((1, 1, 4, 8)), NHD_KV, ONE_TABLE, ONE_LEN),
+        "q: its 4 heads",
+    ),
+    "prefill": (
+        lambda: pallas_attn.paged_prefill(jnp.ones((3, 4, 8)), NHD_KV, ONE_TABLE, NEW_TOKENS, ONE_LEN),
+        "q: its 4 heads",
+    ),
+    "write": (
+        lambda: write_kv(NHD_KV, NEW_KEYS, NEW_KEYS, jnp.arange(3, dtype=jnp.int32)),
+        r"k: expected shape \[T, Hkv=16, D=8\], got \[3, 2, 8\]",
+    ),
+    "step": (
+        lambda: pallas_attn.ragged_paged_attention(
+            jnp.ones((3, 16, 8)), NEW_KEYS, NEW_KEYS, NHD_KV, ONE_LEN, ONE_TABLE, NEW_TOKENS
+        ),
+        r"k: expected shape \[T=3, Hkv=16, D=8\], got \[3, 2, 8\]",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_error_about_heads_names_the_view(name: str) -> None:
+    """Pages with tokens before heads, passed as a `PagedKV`, give an error that names `view_nhd`."""
+    call, start = MISTAKEN[name]
+    advice = r"\. If kv\.k \[9, 16, 2, 8\] has the tokens of a page before its heads, \[N, ps, Hkv, D\], pass"
+    with pytest.raises(ValueError, match=rf"^{start}.*{advice} kv=view_nhd\(k, v\) and .* page_size=16\)$"):
+        call()
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_error_about_heads_names_the_fused_view() -> None:
+    kv = PagedKV(jnp.zeros((9, 16, 2, 16)))
+    with pytest.raises(ValueError, match=r"^kv\.k: expected shape \[N, Hkv=2.*kv=view_fused\(pages, 2\)"):
+        write_kv(kv, NEW_KEYS, NEW_KEYS, jnp.arange(3, dtype=jnp.int32))
 
 
 # --- tables in CSR form (FlashInfer)

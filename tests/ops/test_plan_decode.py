@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, PagedLatent, mla_decode, paged_decode, plan_decode
-from pallas_attn.ops.plan_decode import FIXED_PIECE_TOKENS
+from pallas_attn.ops.plan_decode import FIXED_SPLIT_TOKENS
 from pallas_attn.ops.plan_decode.config import heuristic_costs
 from pallas_attn.portable.schedule import UNEVENNESS
 from tests.kit import harness
@@ -28,7 +28,7 @@ from tests.kit.slow_cases import slow_cases
 from tests.ops import plan_case
 
 BATCH, KV_HEADS, PS = 6, 2, 16
-SPLIT_PAGES = FIXED_PIECE_TOKENS // PS
+SPLIT_PAGES = FIXED_SPLIT_TOKENS // PS
 OVERHEAD = heuristic_costs(PS).row_overhead_pages
 CUT = heuristic_costs(PS).cut_pages
 PAGES = jax.ShapeDtypeStruct((4, KV_HEADS, PS, 16), jnp.float32)
@@ -338,7 +338,7 @@ def test_plan_of_idle_rows_has_no_pages(mode: str) -> None:
 
 @modes
 def test_pages_larger_than_a_fixed_split(mode: str) -> None:
-    plan = planner(mode, 5, page_size=2 * FIXED_PIECE_TOKENS)(as_lens([0, 1, 5000, 4096, 20_000, 9]), None, None)
+    plan = planner(mode, 5, page_size=2 * FIXED_SPLIT_TOKENS)(as_lens([0, 1, 5000, 4096, 20_000, 9]), None, None)
     programs = check(plan)
     assert mode == "balanced" or all(stop - start == 1 for p in programs for _, start, stop in p)
 

@@ -20,6 +20,7 @@ from pallas_attn import (
     Rope,
     kv_cache_spec,
     latent_cache_spec,
+    types,
 )
 from pallas_attn.checks import Dims
 from pallas_attn.types import ScaleLayout
@@ -182,6 +183,7 @@ PLAN = DecodePlan(*(ONES,) * 10, MADE_FOR, "mosaic_sm90", split_pages=8)
 INSTANCES = [
     PagedKV(jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 4, 8))),
     PagedKV(*[jnp.ones((2, 1, 4, 8), jnp.int8)] * 2, *[jnp.ones((1,))] * 2),
+    PagedKV(jnp.ones((8, 2, 1, 8)), view_page_size=4),
     PagedLatent(jnp.ones((2, 4, 8))),
     PagedLatent(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 1)), jnp.ones((2, 4, 2))),
     HeadWindow(ONES, ONES),
@@ -210,6 +212,13 @@ def test_pytrees_are_frozen_and_rebuilt(instance: Any) -> None:
                 np.testing.assert_array_equal(after, 2 * np.asarray(before))
             else:
                 assert after == before
+
+
+def test_static_fields_of_an_earlier_version_have_defaults() -> None:
+    """Exported functions of a version without `view_page_size` can be loaded."""
+    assert types._from_json(b"[]", PagedKV) == (None,)
+    assert types._from_json(types._as_json((4,)), PagedKV) == (4,)
+    assert types._from_json(types._as_json((MADE_FOR, "xla", 8)), DecodePlan) == (MADE_FOR, "xla", 8)
 
 
 def test_static_fields_retrace_and_arrays_do_not() -> None:

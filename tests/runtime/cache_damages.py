@@ -53,3 +53,6 @@ DAMAGES = {
     "zeros": with_right_digest(bytes(4096)),
     "random bytes": with_right_digest(np.random.default_rng(0).bytes(4096)),
 }
+
+UNREADABLE = ("garbage", "no body", "zeros", "random bytes")
+"""Damages after which the file is complete, but JAX cannot deserialize it."""

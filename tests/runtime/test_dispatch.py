@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,7 +69,6 @@ def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         modules = {(name, None): f"fake_{name}" for name in functions}
         monkeypatch.setitem(dispatch.MODULES, "op", modules)
         for name, function in functions.items():
-            function.__qualname__ = "op"  # the name that a function defined by a module has
             module = SimpleNamespace(op=function, __name__=f"fake_{name}")
             monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
         package = ModuleType("pallas_attn.ops.op")
@@ -281,6 +281,24 @@ def test_errors_of_caller_and_memory_are_raised(of_a_card: Callable[..., None], 
     of_a_card(mosaic=breaks(error), xla=must_not_load)
     with pytest.raises(type(error)):
         dispatch.run(CALL, None)
+
+
+@pytest.mark.parametrize("message", ["pallas_attn: inner's 'mosaic' implementation breaks", "pallas_attn: another"])
+def test_own_warning_as_an_error_does_not_break_a_backend(of_a_card: Callable[..., None], message: str) -> None:
+    """If warnings are errors, the warning of an inner operation is raised as it is. No other implementation runs."""
+
+    def warns(call: Any) -> Any:
+        warnings.warn(message, RuntimeWarning, stacklevel=1)
+
+    of_a_card(mosaic=warns, xla=must_not_load)
+    with pytest.raises(RuntimeWarning, match=f"^{message}$"):
+        dispatch.run(CALL, None)
+
+
+def test_warning_of_another_package_as_an_error_breaks_a_backend(of_a_card: Callable[..., None]) -> None:
+    of_a_card(mosaic=breaks(RuntimeWarning("divide by zero")), xla=works("xla"))
+    with pytest.warns(RuntimeWarning, match="implementation breaks: RuntimeWarning: divide by zero"):
+        assert dispatch.run(CALL, None) == "xla"
 
 
 def test_unsupported_call_gives_no_warning(of_a_card: Callable[..., None]) -> None:

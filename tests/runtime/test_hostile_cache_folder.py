@@ -7,9 +7,9 @@ block, and must return the correct result.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.runtime import kernel_cache
-from tests.runtime.cache_damages import DAMAGES
+from tests.runtime.cache_damages import DAMAGES, UNREADABLE
 from tests.runtime.test_kernel_cache import TRACED, Call, X, Y, cache_folder, forget, run
 
 __all__ = ["cache_folder"]
@@ -36,7 +36,7 @@ def expect_traced(*, warning: str | None = None) -> None:
     assert len(TRACED) == 2
     messages = [str(one.message) for one in caught]
     assert len(messages) == (warning is not None)
-    assert all(warning in message for message in messages if warning)
+    assert all(re.search(warning, message) for message in messages if warning)
 
 
 def expect_cached() -> None:
@@ -101,11 +101,13 @@ def test_file_that_others_can_write_is_replaced(kernels: list[Path]) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in kernels} == {0o600}
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_file_is_replaced(kernels: list[Path], damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_replaced(kernels: list[Path], damage: str) -> None:
     for file in kernels:
-        damage(file)
-    expect_traced()
+        DAMAGES[damage](file)
+    expect_traced(
+        warning="cannot deserialize a cached kernel in .*, and lowers it again: " if damage in UNREADABLE else None
+    )
     assert all(stat.S_ISREG(file.lstat().st_mode) for file in kernels)
     expect_cached()
 

@@ -128,11 +128,49 @@ class Scaled:
         return call.x * self.factor
 
 
+@functools.wraps(scaled_sum)
+def wrapped_once(call: Call) -> Any:
+    return scaled_sum(call)
+
+
+@functools.wraps(scaled_sum)
+def wrapped_again(call: Call) -> Any:
+    return tuple(2 * part for part in scaled_sum(call))
+
+
+@functools.wraps(scaled_sum)
+def renamed(call: Call) -> Any:
+    return scaled_sum(call)
+
+
+renamed.__qualname__ = "renamed"
+
+
+class Namespace:
+    @staticmethod
+    def scaled_sum(call: Call) -> Any:
+        return scaled_sum(call)
+
+
+@pytest.mark.parametrize("function", [wrapped_once, wrapped_again, jax.jit(scaled_sum)])
+def test_wrapper_under_the_name_of_another_function(function: Any) -> None:
+    """Wrappers of one function have the name of this function, so their keys would be equal."""
+    message = f"^function: expected one that a module defines by name, got .*{__name__}.scaled_sum is another object"
+    with pytest.raises(ValueError, match=message):
+        kernel_cache.call_cached(function, Call(X, Y))
+
+
+@pytest.mark.parametrize("function", [renamed, Namespace.scaled_sum])
+def test_function_that_its_name_leads_to(function: Any, cache_folder: Path) -> None:
+    np.testing.assert_array_equal(kernel_cache.call_cached(function, Call(X, Y))[0], X * 2 + 1)
+    assert len(list(cache_folder.iterdir())) == 1
+
+
 @pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum), Scaled(2.0).apply])
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_function_without_a_module_name(function: Any, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
-    with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
+    with pytest.raises(ValueError, match=r"^function: expected one that a module defines by name, got [^;]*\. Define"):
         kernel_cache.call_cached(function, Call(X, Y))
 
 

@@ -105,7 +105,7 @@ from pallas_attn.mosaic.latent_tiles import (
 from pallas_attn.mosaic.merge import StateForm
 from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
-from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
+from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.portable.schedule import most_splits
 
@@ -783,12 +783,11 @@ class TcgenSoftmax(TcgenRole):
             return self.mask_scores(split, stage, s)
 
         s = lax.cond(self.tile_meta(stage)[0] == FULL, lambda s: s, mask_tile, s)
-        highest = s.max(axis=1)  # [query_rows]
-        factor = exponent_factor(highest, static.sm_scale * LOG2E)
-        highest = highest * factor
-        m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
+        m_new, factor = next_reference(
+            s.max(axis=1), m, static.sm_scale * LOG2E, RESCALE_THRESHOLD_LOG2
+        )  # [query_rows]
         rescale = jnp.exp2(m - m_new)
-        factor = factor if isinstance(factor, float) else register_tiles.over_tokens(factor, s.shape)
+        factor = over_scores(factor, register_tiles.over_tokens, s.shape)
         p = jnp.exp2(s * factor - register_tiles.over_tokens(m_new, s.shape))  # [query_rows, tokens]
         l = l * rescale + p.sum(axis=1)  # noqa: E741
 

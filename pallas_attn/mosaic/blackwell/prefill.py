@@ -89,7 +89,7 @@ from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, WorkList, WorkTil
 from pallas_attn.mosaic.prefill.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
-from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
+from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
@@ -426,12 +426,10 @@ class SoftmaxConsumer:
         plgpu.wait_load_tmem()
         s = self._scores(transform, i, s)  # list of [query_rows, CHUNK]
         highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s))
-        scale = exponent_factor(highest, self._scale(transform))
-        highest = highest * scale
-        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)  # [query_rows]
+        m, scale = next_reference(highest, state.m, self._scale(transform), RESCALE_THRESHOLD_LOG2)  # [query_rows] each
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         factor = jnp.where(m == state.m, 1.0, jnp.exp2(state.m - m))
-        scale = scale if isinstance(scale, float) else over_rows(scale, s[0].shape)
+        scale = over_scores(scale, over_rows, s[0].shape)
         l = state.l * factor  # noqa: E741
         for columns, part in zip(self._chunks(), s, strict=True):
             p = jnp.exp2(part * scale - over_rows(shift, part.shape))  # [query_rows, CHUNK]

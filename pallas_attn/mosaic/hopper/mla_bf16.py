@@ -95,7 +95,7 @@ from pallas_attn.mosaic.latent_tiles import INITIAL_MAX
 from pallas_attn.mosaic.partial_states import num_fragments, store_fragments
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
-from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
+from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens, store_tile
 
 PARTS = 3
@@ -295,12 +295,8 @@ def attend(
           full: result of `Bf16TileAccess.is_full`.
         """
         s = lax.cond(full, lambda s: s, lambda s: tiles.mask(pair, slot, s), s)
-        highest = s.max(axis=1)  # [ROWS]
-        factor = exponent_factor(highest, scale)
-        highest = highest * factor
-        m = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
-        factor = factor if isinstance(factor, float) else over_tokens(factor, s.shape)
-        p = jnp.exp2(s * factor - over_tokens(m, s.shape))
+        m, factor = next_reference(s.max(axis=1), m, scale, RESCALE_THRESHOLD_LOG2)  # [ROWS] each
+        p = jnp.exp2(s * over_scores(factor, over_tokens, s.shape) - over_tokens(m, s.shape))
         return m, p, p.astype(mem.k.left.dtype)
 
     def first_scores(pair: Any) -> tuple[Any, Any]:

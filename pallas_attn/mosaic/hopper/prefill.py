@@ -93,7 +93,7 @@ from pallas_attn.mosaic.prefill.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.prefill.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
-from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
+from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_columns, over_tokens
 from pallas_attn.mosaic.primitives.row_io import RowLayout, store_results
 
@@ -410,10 +410,7 @@ class Scores(NamedTuple):
 
         The second result is the factor of this tile's scores: `scale`, or [64] from `exponent_factor`.
         """
-        highest = self.s.max(axis=1)
-        factor = exponent_factor(highest, self.scale)
-        highest = highest * factor
-        return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m), factor
+        return next_reference(self.s.max(axis=1), m, self.scale, wgmma.RESCALE_THRESHOLD_LOG2)
 
     def probabilities(self, m: Any, factor: Any) -> tuple[Any, Any]:
         """Compute P = 2**(s · factor - m) and the partial row sums [64, 8].
@@ -423,7 +420,6 @@ class Scores(NamedTuple):
         because P, row sums, partial states and LSE all use the same `m`.
         """
         shift = jnp.where(m == -jnp.inf, 0.0, m)
-        factor = factor if isinstance(factor, float) else over_tokens(factor, self.s.shape)
-        p = jnp.exp2(self.s * factor - over_tokens(shift, self.s.shape))
+        p = jnp.exp2(self.s * over_scores(factor, over_tokens, self.s.shape) - over_tokens(shift, self.s.shape))
         unscaled = p if self.inverse is None else p * over_columns(self.inverse, p.shape)
         return p, wgmma.partial_sums(unscaled)

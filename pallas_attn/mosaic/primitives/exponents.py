@@ -14,6 +14,7 @@ of this magnitude that differ at all differ by at least 16 in units of log2, so 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,6 +44,25 @@ def exponent_factor(highest: Any, scale: float) -> Any:
         return scale
     limit = EXACT_FROM / scale * (1 - 2.0**-20)  # below it, highest * scale does not round to EXACT_FROM
     return jnp.where(jnp.abs(highest) < limit, jnp.full_like(highest, scale), exact)
+
+
+def next_reference(highest: Any, m: Any, scale: float, threshold: float) -> tuple[Any, Any]:
+    """Return the reference m after a tile, [rows], and the factor of the tile's scores.
+
+    Args:
+      highest: float32 [rows], largest score of the tile in each row.
+      m: float32 [rows], reference before the tile.
+      scale: log2(e) times the softmax scale; positive.
+      threshold: m changes only if it would grow by more than this number, because each change rescales the output.
+    """
+    factor = exponent_factor(highest, scale)
+    highest = highest * factor
+    return jnp.where(highest > m + threshold, highest, m), factor
+
+
+def over_scores(factor: Any, broadcast: Callable[[Any, tuple[int, ...]], Any], shape: tuple[int, ...]) -> Any:
+    """Return the factor of `exponent_factor` for scores of a shape: `scale` itself, or the factor of each row."""
+    return factor if isinstance(factor, float) else broadcast(factor, shape)
 
 
 def in_log2_units(m: Any, scale: float) -> Any:

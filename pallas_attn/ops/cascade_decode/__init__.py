@@ -100,7 +100,7 @@ def cascade_decode(
     dims = checks.Dims()
     dims.check("q", q, "B Q Hq D", checks.PLAIN)
     checks.check_kv(kv, dims)
-    checks.check_heads(dims["Hq"], dims["Hkv"])
+    checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(kv, dims["Hq"]))
     checks.check_block_tables(block_tables, dims, rows="B")
     if block_tables.ndim == 3:
         raise NotImplementedError("block_tables: takes page ids [B, P], which all heads share; got row ids [B, Hkv, P]")

@@ -91,7 +91,7 @@ class PagedDecodeCall(PagedAttentionCall, DecodeCall):
         checks.check_class("kv", self.kv, PagedKV)
         dims.check("q", self.q, "B Q Hq D", checks.query_dtypes(self.kv, self.q_scale))
         checks.check_kv(self.kv, dims)
-        checks.check_heads(dims["Hq"], dims["Hkv"])
+        checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(self.kv, dims["Hq"]))
         checks.check_block_tables(self.block_tables, dims, rows="B")
         dims.check("kv_lens", self.kv_lens, "B", checks.INT)
         if self.q_lens is not None:

@@ -66,7 +66,7 @@ class PagedPrefillCall(PagedAttentionCall, PackedCall):
         checks.check_class("kv", self.kv, PagedKV)
         dims.check("q", self.q, "T Hq D", checks.query_dtypes(self.kv, self.q_scale))
         checks.check_kv(self.kv, dims)
-        checks.check_heads(dims["Hq"], dims["Hkv"])
+        checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(self.kv, dims["Hq"]))
         checks.check_block_tables(self.block_tables, dims, rows="S")
         dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)

@@ -22,7 +22,7 @@ from pallas_attn.portable.schedule import Sharing
 from pallas_attn.runtime import dispatch
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
-FIXED_PIECE_TOKENS = 2048
+FIXED_SPLIT_TOKENS = 2048
 """Visible tokens per split in `fixed` mode, rounded down to whole pages; at least one page."""
 
 MAX_PROGRAMS = 32 * 512
@@ -262,7 +262,7 @@ def _planned_queries(
 def sharing_of(mode: Mode, page_size: int) -> Sharing:
     """Return the cost model of a mode: in pages for `balanced`, in splits for `fixed`."""
     if mode == "fixed":
-        return Sharing(overhead=0, cut=0, least=1, split_pages=max(1, FIXED_PIECE_TOKENS // page_size))
+        return Sharing(overhead=0, cut=0, least=1, split_pages=max(1, FIXED_SPLIT_TOKENS // page_size))
     costs = plan_config(page_size)
     return Sharing(
         overhead=costs.row_overhead_pages, cut=costs.cut_pages, least=TILE_TOKENS // page_size + 1, split_pages=0

@@ -7,7 +7,7 @@ unless the text says otherwise. Terms:
     place    index of a row in the order of the plan
     offset   position on a line on which the rows lie end to end, each as long as its cost
     share    cost that each CTA processes in a schedule with equal shares
-    split    pages of one row that one CTA processes (a piece in `portable.schedule`, which has the arithmetic)
+    split    pages of one row that one CTA processes; `portable.schedule` has the arithmetic
     group    adjacent places whose rows have separate CTAs
 
 A thread processes one row, one place or one CTA at a time. Two arrays in shared memory contain prefix sums: `ends`, of
@@ -297,7 +297,7 @@ def _share(
     def splits_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
         begin, end = exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place)
-        number = sharing.pieces(begin - start, end - start, shares)
+        number = sharing.splits(begin - start, end - start, shares)
         return _flagged(static, number, sharing.is_group_uneven(shares, groups.programs, share))
 
     def start_in_groups(cta: Any) -> CtaStart:
@@ -308,7 +308,7 @@ def _share(
         return CtaStart(number, shares, begin, begin + at)
 
     def splits(place: Any) -> Any:
-        return sharing.pieces(exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
+        return sharing.splits(exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
     def start(cta: Any) -> CtaStart:
         at = jnp.minimum(sharing.start(cta, share, total), total)
@@ -398,7 +398,7 @@ def _list_splits(
         place = jnp.where(snapped > at, following(last), place)
         row_begin = exclusive_sum(mem.ends, place)
         into = snapped - row_begin
-        split = sharing.piece(number, row_begin - begin, into, exclusive_sum(mem.split_ends, place), share)
+        split = sharing.split(number, row_begin - begin, into, exclusive_sum(mem.split_ends, place), share)
         _list_ctas(static, plan, cta, (place, sharing.page(into), split))
 
     mem.lanes.each_chunk(static.ctas + 1, list_ctas)

@@ -6,7 +6,7 @@ Terms, here and in `portable.schedule`:
     order    permutation of the rows; "place" is an index of the order
     offset   position on a line on which the rows lie end to end, in this order, each as long as its cost
     share    cost per CTA of the plan (program); CTA j starts near offset j·share
-    piece    the part of a row that one CTA processes: a split of the plan
+    split    the part of a row that one CTA processes
     group    adjacent rows of the order with separate CTAs: no other CTA processes these rows
 
 `balanced` mode computes up to three schedules, and `jnp.where` selects one on the device: separate CTAs for each row,
@@ -103,10 +103,10 @@ def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program:
       program: int32 [CTAs + 1], 0, 1, ...
     """
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
-    split_indptr = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
+    split_indptr = _prefix_sums(sharing.splits(offsets[:-1], offsets[1:], share))
     place, into = _locate(sharing, offsets, start)
-    piece = sharing.piece(program, offsets[place], into, split_indptr[place], share)
-    return PlanCuts(split_indptr, place, sharing.page(into), piece)
+    split = sharing.split(program, offsets[place], into, split_indptr[place], share)
+    return PlanCuts(split_indptr, place, sharing.page(into), split)
 
 
 def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
@@ -141,14 +141,14 @@ def _in_groups(
 
     begin, _, shares = bounds(groups.group(jnp.arange(rows, dtype=jnp.int32)))
     are_worse = jnp.any(sharing.is_group_uneven(shares, groups.programs, share))
-    split_indptr = _prefix_sums(sharing.pieces(offsets[:-1] - begin, offsets[1:] - begin, shares))
+    split_indptr = _prefix_sums(sharing.splits(offsets[:-1] - begin, offsets[1:] - begin, shares))
     of = ratio(program, groups.programs)
     begin, end, shares = bounds(of)
     number = program - of * groups.programs
     into_group = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
     place, into = _locate(sharing, offsets, begin + into_group)
-    piece = sharing.piece(number, offsets[place] - begin, into, split_indptr[place], shares)
-    return PlanCuts(split_indptr, place, sharing.page(into), piece), are_worse
+    split = sharing.split(number, offsets[place] - begin, into, split_indptr[place], shares)
+    return PlanCuts(split_indptr, place, sharing.page(into), split), are_worse
 
 
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:

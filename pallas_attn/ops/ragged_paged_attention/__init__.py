@@ -12,7 +12,7 @@ composes `write_kv`, `paged_decode` and `paged_prefill`:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,20 @@ from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
 from pallas_attn.portable.arguments import refuse_gradients
+from pallas_attn.portable.fused_array import accept_fused_array
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.runtime import dispatch, sharded_calls
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
 
+@accept_fused_array
 @sharded_calls.over_devices
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k: Num[Array, "T Hkv D"] | None,
     v: Num[Array, "T Hkv Dv"] | None,
-    kv: PagedKV,
+    kv: PagedKV | Num[Array, "N ps *rows columns"],
     kv_lens: Int32[Array, "S"],
     page_indices: Int32[Array, "SP"] | Int32[Array, "S P"] | Int32[Array, "S Hkv P"],
     cu_q_lens: Int32[Array, "S_plus_1"],
@@ -51,7 +53,7 @@ def ragged_paged_attention(
     v_scale: Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | float | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> tuple[Float[Array, "T Hq Dv"], PagedKV]:
+) -> tuple[Float[Array, "T Hq Dv"], Any]:
     """Write the new keys and values of each sequence to its pages, then compute attention of the new tokens to all
     tokens of their sequence. The signature is the signature of JAX engines for TPUs.
 
@@ -64,16 +66,21 @@ def ragged_paged_attention(
       k, v: keys and values of the new tokens in bfloat16, float16 or float32. For a quantised cache with static scales,
         they may also be quantised already, in the dtype of the cache. Unused with `update_kv_cache=False`, and may then
         be None.
-      kv: the cache. It is written in place if it is donated.
+      kv: the cache, or an array of pages with keys and values, without a copy. The cache is written in place if it is
+        donated. For each token, an array has 2·Hkv rows of at least D columns, keys and values alternating, or Hkv rows
+        of 2·D columns, the key followed by the value: [N, ps, rows, columns], or [N, ps, rows / packing, packing,
+        columns], where the number of rows is padded to a multiple of the packing (tpu-inference). An 8-bit array
+        without `k_scale` or `v_scale` has scales of 1. Mosaic kernels do not support arrays.
       kv_lens: tokens of each sequence, including the new tokens.
       page_indices: page ids, [S, P] or flattened [S·P], or head-wise tables [S, Hkv, P] with row ids page·Hkv + head.
-        Entries past the tokens of a sequence may have any value.
+        Entries past the tokens of a sequence may have any value. For a cache of `view_nhd` or `view_fused`, tables from
+        `token_tables`; for an array, page ids of the array, [S, P] or [S·P].
       cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
         cu_q_lens[s + 1]. An entry below an earlier entry, such as a 0 at the end, counts as the largest earlier entry.
       distribution: n, [n] or [i, j, n]: only the first n sequences exist, and lengths and tables of the other S - n may
         have any value. Sequences i to j - 1 run as prefill even with one new token. None for n = S without such
         sequences.
-      sm_scale: factor of the scores.
+      sm_scale: factor of the scores. The default is 1, as in JAX engines for TPUs; other operations have D**-0.5.
       causal: True if a token sees the keys up to its own position, False if it sees all keys of its sequence.
       sliding_window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs
         `causal=True`.
@@ -89,7 +96,7 @@ def ragged_paged_attention(
       implementation: implementation of `write_kv`, `paged_decode` and `paged_prefill`.
 
     Returns:
-      The output, exactly 0 for padding tokens, and the updated cache.
+      The output, exactly 0 for padding tokens, and the updated cache: a `PagedKV`, or an array of the shape of `kv`.
 
     Raises:
       ValueError: the arguments do not fit each other.
@@ -108,7 +115,9 @@ def ragged_paged_attention(
       ((6, 2, 8), [1.0, 1.0, 1.0, 0.0])
     """
     update, causal = checks.flag("update_kv_cache", update_kv_cache), checks.flag("causal", causal)
-    scaled = _with_scales(kv, k_scale, v_scale)
+    checks.check_class("kv", kv, PagedKV)
+    cache = cast("PagedKV", kv)  # `accept_fused_array` has replaced an array by a view
+    scaled = _with_scales(cache, k_scale, v_scale)
     sliding_window = checks.window(sliding_window)
     dims = checks.Dims()
     q_scale = checks.number("q_scale", q_scale)
@@ -116,7 +125,7 @@ def ragged_paged_attention(
         q_scale = None
     dims.check("q", q, "T Hq D", checks.query_dtypes(scaled, q_scale))
     checks.check_kv(scaled, dims)
-    checks.check_heads(dims["Hq"], dims["Hkv"])
+    checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(scaled, dims["Hq"]))
     if update:
         _check_new(k, v, scaled, dims)
     if attention_sink is not None:
@@ -135,7 +144,7 @@ def ragged_paged_attention(
     step = MixedStep.of(page_indices, kv_lens, cu_q_lens, distribution, dims)
     num_tokens, num_sequences = dims["T"], dims["S"]
     if not (num_tokens and num_sequences):
-        return jnp.zeros((*q.shape[:2], kv.value_dim(dims["D"])), options["out_dtype"]), kv
+        return jnp.zeros((*q.shape[:2], cache.value_dim(dims["D"])), options["out_dtype"]), cache
     q, k, v, scaled = refuse_gradients("ragged_paged_attention", (jnp.asarray(q), k, v, scaled))
     with jax.named_scope("ragged_paged_attention"):
         if update:
@@ -148,7 +157,7 @@ def ragged_paged_attention(
             out = _attend_apart(q, scaled, step, causal=causal, **options)
     if k_scale is None and v_scale is None:
         return out, scaled
-    return out, dataclasses.replace(scaled, k_scale=kv.k_scale, v_scale=kv.v_scale)
+    return out, dataclasses.replace(scaled, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
 
 def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Implementation, **options: Any) -> Any:
@@ -181,7 +190,6 @@ def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **optio
 
 def _with_scales(kv: PagedKV, k_scale: Any, v_scale: Any) -> PagedKV:
     """Return the cache with the given scales. A scale of None keeps the scale of the cache."""
-    checks.check_class("kv", kv, PagedKV)
     checks.check_array("kv.k", kv.k)
     return dataclasses.replace(
         kv,
@@ -214,7 +222,9 @@ def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
         if new is None:
             raise ValueError(f"{name}: expected the new tokens, or update_kv_cache=False; got None")
     quantised = (kv.k.dtype,) if jnp.dtype(kv.k.dtype) in QMAX else ()
-    dims.check("k", k, "T Hkv D", (*checks.PLAIN, *quantised))
+    checks.check_array("k", k)
+    advice = checks.view_advice(kv, k.shape[1]) if k.ndim == 3 else ""
+    dims.check("k", k, "T Hkv D", (*checks.PLAIN, *quantised), advice=advice)
     if k.dtype not in checks.PLAIN and kv.k_scale is not None and kv.k_scale.ndim == 3:
         raise ValueError(
             f"k: expected 16-bit or 32-bit values for a cache with scales of token groups, got {k.dtype.name}"

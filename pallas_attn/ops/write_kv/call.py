@@ -49,7 +49,9 @@ class WriteKVCall(OperationCall):
         if self.kv.is_fused:  # D is not determined by the columns of kv.k, so bind it from k first
             dims.check("k", self.k, "T Hkv D", checks.PLAIN)
         checks.check_kv(self.kv, dims)
-        dims.check("k", self.k, "T Hkv D", checks.PLAIN)
+        checks.check_array("k", self.k)
+        advice = checks.view_advice(self.kv, self.k.shape[1]) if self.k.ndim == 3 else ""
+        dims.check("k", self.k, "T Hkv D", checks.PLAIN, advice=advice)
         dims.check("v", self.v, "T Hkv Dv", checks.PLAIN)
         checks.check_array("slots", self.slots)
         dims.check("slots", self.slots, "T Hkv" if self.slots.ndim == 2 else "T", checks.INT)
@@ -57,6 +59,6 @@ class WriteKVCall(OperationCall):
             if self.rope is None:
                 raise ValueError("q: expected None without rope, which defines how q is rotated; got an array")
             dims.check("q", self.q, "T Hq D", checks.PLAIN)
-            checks.check_heads(dims["Hq"], dims["Hkv"])
+            checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(self.kv, dims["Hq"]))
         if self.rope is not None:
             checks.check_rope(self.rope, dims, has_q=self.q is not None)
