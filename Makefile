@@ -29,7 +29,7 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest tile-budget lint format docs bench first-run dist clean python
+.PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest tile-budget lint format docs bench first-run dist build-dist test-install clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -93,13 +93,25 @@ bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here;
 first-run: $(VENV)/test.stamp $(VENV)/demo$(CUDA).stamp  ## on a new kind of GPU: what runs, what is correct, how fast it is (CUDA=13 or 12)
 	$(BIN)/python -m scripts.tools.first_run
 
-dist: | $(BIN)/python  ## build a wheel in dist/ and run the README's example with it in an empty environment
+dist: installed-core installed-engine  ## build wheel and source distribution in dist/, and run the wheel in empty environments
+	@ls dist/*
+
+test-install: dist installed-plot installed-triton installed-all  ## install and run the wheel with each extra in an empty environment
+	$(call install,.venv-dist/core) --dry-run -c constraints.txt "$$(echo dist/*.whl)[cuda12]"
+	$(call install,.venv-dist/core) --dry-run -c constraints.txt "$$(echo dist/*.whl)[cuda13]"
+
+build-dist: | $(BIN)/python
 	rm -rf dist .venv-dist
-	$(call create,.venv-dist,--without-pip)
-	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
-	$(call install,.venv-dist) -c constraints.txt dist/*.whl
-	cd dist && ../.venv-dist/bin/python ../scripts/tools/readme_example.py ../README.md
-	@ls dist/*.whl
+	$(call create,.venv-dist/build,--without-pip)
+	$(call install,.venv-dist/build) -c constraints.txt build hatchling twine
+	.venv-dist/build/bin/python -m build --no-isolation --outdir dist . >.venv-dist/build.log 2>&1 || { cat .venv-dist/build.log; exit 1; }
+	.venv-dist/build/bin/twine check --strict dist/*
+
+# Prints the number of installed packages and their size.
+installed-%: build-dist
+	$(call create,.venv-dist/$*,--without-pip)
+	$(call install,.venv-dist/$*) -c constraints.txt "$$(echo dist/*.whl)$(if $(filter core,$*),,[$*])"
+	cd .venv-dist && $*/bin/python -I ../scripts/tools/check_install.py $*
 
 clean:  ## remove everything that the targets created
 	rm -rf .venv .venv-latest .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,7 @@
 """Attention for LLM inference engines in JAX. This module is the complete public API."""
 
+from typing import TYPE_CHECKING
+
 # Attention over paged caches, and over packed sequences without pages.
 from pallas_attn.ops.cascade_decode import cascade_decode as cascade_decode
 from pallas_attn.ops.cascade_decode import count_shared_pages as count_shared_pages
@@ -79,7 +81,15 @@ from pallas_attn.runtime.kernel_cache import call_cached as call_cached
 # Splits over several devices.
 from pallas_attn import parallel as parallel
 
+# The engine for whole models. `__getattr__` imports it when one of its names is used.
+if TYPE_CHECKING:
+    from pallas_attn.models.engine import SamplingParams as SamplingParams
+    from pallas_attn.models.llm import LLM as LLM
+
 __version__ = "0.2.0"
+
+_ENGINE = {"LLM": "pallas_attn.models.llm", "SamplingParams": "pallas_attn.models.engine"}
+"""Public names of the engine and their modules, which need the extra `engine`."""
 
 _RENAMED = {"run_kept": "call_cached"}
 """Former public names and their replacements. A former name works until the next minor version, with a
@@ -88,9 +98,16 @@ DeprecationWarning.
 
 
 def __getattr__(name: str) -> object:
-    """Return the object that has replaced a former public name, with a DeprecationWarning; or the package `cache`,
-    which is imported when it is first used.
+    """Return a name of the engine, the package `cache`, or with a DeprecationWarning the object that has replaced a
+    former public name. Modules are imported when they are first used.
+
+    Raises:
+      ModuleNotFoundError: the name belongs to the engine, and the extra `engine` is not installed.
     """
+    if name in _ENGINE:
+        import importlib
+
+        return getattr(importlib.import_module(_ENGINE[name]), name)
     if name == "cache":
         import importlib
 
@@ -101,3 +118,13 @@ def __getattr__(name: str) -> object:
 
     warnings.warn(f"pallas_attn.{name} is now pallas_attn.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
     return globals()[_RENAMED[name]]
+
+
+def __dir__() -> list[str]:
+    """Return the names of this module, with the names of the engine if flax is installed.
+
+    Tools such as `help` import every name in the list, which fails without the extra `engine`.
+    """
+    import importlib.util
+
+    return sorted({*globals(), *(_ENGINE if importlib.util.find_spec("flax") else ())})

@@ -1,145 +1,65 @@
-"""Print the device, the versions of packages, and which implementation of each operation would run on this device.
-
-python -m pallas_attn
-"""
+"""The command `pallas-attn`, also `python -m pallas_attn`. It runs a subcommand."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-from collections.abc import Iterator, Sequence
-from typing import Any
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+from pallas_attn import __version__
 
-from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, explain
-from pallas_attn.runtime import device, dispatch
-from pallas_attn.runtime.explain import CANDIDATES_OF
+COMMANDS = {
+    "info": ("pallas_attn.info", "print the device and the implementations that run on it"),
+    "decode": ("pallas_attn.models.cli.decode.command", "decode prompts with a model"),
+    "calibrate": ("pallas_attn.models.cli.calibrate", "compute static scales of a quantised KV cache"),
+}
+"""For each subcommand: a module, whose function `main(argv, prog)` returns the exit status, and a description."""
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "numpy")
-VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TRITON_INTERPRET_VARIABLE)
-
-SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
-LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128
-INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
+DEFAULT = "info"
+WRONG_INPUT = 2
 
 
-def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the positional and keyword arguments of a typical bfloat16 call of each operation.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the first argument names, with the other arguments. Return its exit status.
 
-    Arrays are `jax.ShapeDtypeStruct`s.
+    Without arguments, `info` runs. If a package that the subcommand needs is not installed, print one line and return
+    `WRONG_INPUT`.
+
+    Raises:
+      SystemExit: the first argument is --help, --version or no subcommand.
     """
-
-    def ints(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def floats(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    pages = floats(SEQUENCES * PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
-    kv = PagedKV(pages, pages)
-    cache = PagedLatent(floats(SEQUENCES * PAGES, PAGE_SIZE, LATENT_DIM + ROPE_DIM))
-    tables, lens, offsets = ints(SEQUENCES, PAGES), ints(SEQUENCES), ints(SEQUENCES + 1)
-    decoded = floats(SEQUENCES, 1, Q_HEADS, HEAD_DIM)
-    packed, packed_kv = floats(TOKENS, Q_HEADS, HEAD_DIM), floats(TOKENS, KV_HEADS, HEAD_DIM)
-    latents, rotated = (floats(SEQUENCES, 1, Q_HEADS, width) for width in (LATENT_DIM, ROPE_DIM))
-    latent_new, slots = floats(TOKENS, LATENT_DIM + ROPE_DIM), ints(TOKENS)
-    up_projection = floats(Q_HEADS, NOPE_DIM, LATENT_DIM)
-    expanded = floats(TOKENS, Q_HEADS, NOPE_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM), latent_new, cache
-    index = PagedIndexKeys(floats(SEQUENCES * PAGES, PAGE_SIZE, INDEX_DIM))
-    weights = jax.ShapeDtypeStruct((TOKENS, INDEX_HEADS), jnp.float32)
-    indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
-    absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)
-    scores = jax.ShapeDtypeStruct((TOKENS, PAGES * PAGE_SIZE), jnp.float32)
-    step = lens, tables, offsets
-    new_latent, new_rope = floats(TOKENS, LATENT_DIM), floats(TOKENS, ROPE_DIM)
-    return {
-        "paged_decode": ((decoded, kv, tables, lens), {}),
-        "paged_prefill": ((packed, kv, tables, offsets, lens), {}),
-        "mla_decode": ((latents, rotated, cache, tables, lens), {"sm_scale": 0.1}),
-        "mla_prefill": ((*expanded, up_projection, up_projection, tables, offsets, lens), {"sm_scale": 0.1}),
-        "ragged_attention": ((packed, packed_kv, packed_kv, offsets, offsets), {}),
-        "plan_decode": ((decoded, kv, tables, lens), {}),
-        "write_kv": ((kv, packed_kv, packed_kv, slots), {}),
-        "write_latent": ((cache, latent_new, slots), {}),
-        "gather_latent": ((cache, latent_new, tables, offsets, lens), {"length": 2 * TOKENS}),
-        "index_scores": (indexed, {}),
-        "select_top_k": ((scores,), {"top_k": TOP_K}),
-        "index_top_k": (indexed, {"top_k": TOP_K}),
-        "mla_sparse": ((*absorbed, cache, ints(TOKENS, TOP_K)), {"sm_scale": 0.1}),
-        "write_index_keys": ((index, floats(TOKENS, INDEX_DIM), slots), {}),
-        "cascade_decode": ((decoded, kv, tables, lens), {}),
-        "ragged_paged_attention": ((packed, packed_kv, packed_kv, kv, *step), {}),
-        "mla_ragged_paged_attention": ((*absorbed, new_latent, new_rope, cache, *step), {"sm_scale": 0.1}),
-    }
+    prog = "python -m pallas_attn" if Path(sys.argv[0]).name == "__main__.py" else "pallas-attn"
+    name, *options = (sys.argv[1:] if argv is None else argv) or [DEFAULT]
+    if name not in COMMANDS:
+        name = _parser(prog).parse_args([name]).command
+    try:
+        command = importlib.import_module(COMMANDS[name][0])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("pallas_attn"):
+            raise
+        print(f"{prog} {name}: error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    return command.main(options, prog=f"{prog} {name}")
 
 
-def device_words(here: device.Device, memory: int | None) -> str:
-    """Return a description of the device in words: name, compute capability, multiprocessors and memory sizes.
-
-    Unknown facts are left out.
-
-    Args:
-      memory: memory of the device in bytes; None if unknown.
-    """
-    words = [here.name]
-    if here.capability is not None:
-        words.append("compute capability " + ".".join(map(str, here.capability)))
-    if here.interpreted:
-        words.append("Mosaic kernels interpreted")
-    if here.multiprocessors is not None:
-        words.append(f"{here.multiprocessors} multiprocessors")
-    if here.shared_bytes_per_block is not None:
-        words.append(f"{here.shared_bytes_per_block // 1024} KiB of shared memory a block")
-    if here.shared_bytes_per_multiprocessor is not None:
-        words.append(f"{here.shared_bytes_per_multiprocessor // 1024} KiB a multiprocessor")
-    if memory is not None:
-        words.append(f"{memory / 2**30:.1f} GiB of memory")
-    return ", ".join(words)
-
-
-def versions() -> str:
-    """Return the versions of Python and of those packages in `PACKAGES` that are installed."""
-    found = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
-def lines() -> Iterator[str]:
-    """Yield the lines of the report: facts about the device, then a table with a row per operation."""
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
-    rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
-    yield from aligned(rows)
-    yield ""
-    table = [("operation", "runs", "not")]
-    calls = typical_calls()
-    for op in CANDIDATES_OF:
-        arguments, options = calls[op]
-        explanation = explain(op, *arguments, **options)
-        reasons = [f"{name}: {reason}" for name, reason in explanation.refused.items()] or [""]
-        table.append((op, explanation.chosen or "none", reasons[0]))
-        table += [("", "", reason) for reason in reasons[1:]]
-    yield from aligned(table)
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Format the rows of a table as lines in which each column has one width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def main() -> None:
-    """Print the report. No operation runs: `explain` traces one typical call of each operation."""
-    for line in lines():
-        print(line)
+def _parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the first argument."""
+    commands = "\n".join(f"  {name:10}  {description}" for name, (_, description) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [COMMAND [OPTION ...]]",
+        description=f"commands (default: {DEFAULT}):\n{commands}",
+        epilog=f"`{prog} COMMAND --help` describes a command and its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=COMMANDS, default=DEFAULT, metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    parser.add_argument("--version", action="version", version=f"pallas_attn {__version__}")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -237,7 +237,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Create the folders of the output files. Raise UsageError on failure."""
     check_outputs({"--json": args.json, "--plot": args.plot}, make_folders=True)
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+        raise UsageError("--plot needs matplotlib: pip install 'pallas_attn[plot]'")
 
 
 def check_transformers(python: str) -> None:

@@ -232,10 +232,13 @@ def model_packages_import_lower_packages(module: str, imports: list[Import]) -> 
 
 
 def library_does_not_import_models(module: str, imports: list[Import]) -> Found:
+    """Only `pallas_attn` itself names classes of the engine, for type checkers. `test_install` tests that importing it
+    imports no package of the engine.
+    """
     for i in imports:
         if i.reaches("models"):
             yield i.line, f"imports {i.target}; its name is pallas_attn.{i.target}"
-        if is_library(module) and i.reaches(MODELS, "flax"):
+        if is_library(module) and module != "pallas_attn" and i.reaches(MODELS, "flax"):
             yield i.line, f"imports {i.target}; the library must not depend on models or flax"
 
 

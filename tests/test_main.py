@@ -1,4 +1,4 @@
-"""`python -m pallas_attn` prints the device and the implementation that each operation would choose."""
+"""The command `pallas-attn` and its subcommand `info`, which prints the implementation of each operation."""
 
 import re
 import subprocess
@@ -10,28 +10,85 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
-from pallas_attn import __main__ as report
+from pallas_attn import __main__ as command
+from pallas_attn import info
 from pallas_attn.runtime import device, dispatch
 from pallas_attn.runtime.explain import CANDIDATES_OF
 
 
-def test_command() -> None:
-    command = [sys.executable, "-m", "pallas_attn"]
-    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
-    first, *_ = result.stdout.splitlines()
+@pytest.fixture(autouse=True)
+def _called_as_pallas_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/pallas-attn"])
+
+
+def run(*argv: str) -> int:
+    """Return the exit status of the command with these arguments."""
+    try:
+        return command.main(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_module_without_arguments_prints_the_report() -> None:
+    result = subprocess.run([sys.executable, "-m", "pallas_attn"], cwd=Path(__file__).parents[1], capture_output=True)
+    assert result.returncode == 0
+    first, *_ = result.stdout.decode().splitlines()
     assert first.split() == ["pallas_attn", pallas_attn.__version__]
-    assert f"jax {jax.__version__}" in result.stdout
+    assert f"jax {jax.__version__}" in result.stdout.decode()
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: pallas-attn [COMMAND")
+    for name in command.COMMANDS:
+        assert f"\n  {name} " in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"pallas_attn {pallas_attn.__version__}\n"
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_subcommand_names_the_command_that_was_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, "--help") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: pallas-attn {name} ")
+    assert "run_decode" not in printed
+    assert "calibrate.py" not in printed
+    assert run(name, "--no-such-option") == 2
+    assert f"pallas-attn {name}: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("--no-such-option", "unrecognized arguments: --no-such-option"),
+        ("no-such-command", "argument COMMAND: invalid choice: 'no-such-command'"),
+    ],
+)
+def test_wrong_first_argument(argument: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argument) == 2
+    assert f"pallas-attn: error: {reason}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["/lib/pallas_attn/__main__.py", "info", "--help"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert capsys.readouterr().out.startswith("usage: python -m pallas_attn info ")
+
+
+# --- the report
 
 
 def chosen() -> dict[str, str]:
     """Return the implementation of each operation in the table that the report prints."""
-    printed = list(report.lines())
-    table = printed[printed.index("") + 2 :]
-    return dict(line.split()[:2] for line in table if not line.startswith(" "))
+    _, table, *_ = "\n".join(info.lines()).split("\n\n")
+    return dict(line.split()[:2] for line in table.splitlines()[1:])
 
 
 def test_report_has_every_operation() -> None:
-    assert set(report.typical_calls()) == set(CANDIDATES_OF)
+    assert set(info.typical_calls()) == set(CANDIDATES_OF)
     with jax.default_device("cpu"):
         assert chosen() == dict.fromkeys(CANDIDATES_OF, "xla")
 
@@ -43,28 +100,52 @@ def test_kernels_support_the_typical_calls(architecture: device.Architecture, mo
     with jax.default_device("cpu"), plgpu.force_gpu_interpret_mode():
         has_kernel = {op: ("mosaic", architecture) in modules for op, modules in dispatch.MODULES.items()}
         assert chosen() == {op: "mosaic" if has_kernel[of] else "xla" for op, of in CANDIDATES_OF.items()}
-        assert any("Mosaic kernels interpreted" in line for line in report.lines())
+        words = " ".join(info.lines()).split()  # the line may be wrapped between these words
+        assert "Mosaic kernels interpreted" in " ".join(words)
 
 
 def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "mosaic, triton, reference")
     with jax.default_device("cpu"):
-        printed = list(report.lines())
+        printed = list(info.lines())
     assert f"{dispatch.ENVIRONMENT_VARIABLE}  mosaic, triton, reference" in printed
-    at = next(i for i, line in enumerate(printed) if line.startswith("paged_decode"))
-    assert re.fullmatch(
-        r"paged_decode +reference +mosaic: needs a GPU of compute capability .*, this is cpu", printed[at]
-    )
-    assert re.fullmatch(r" +triton: needs a GPU of compute capability 8\.0 or later, this is cpu", printed[at + 1])
+    assert any(re.fullmatch(r"paged_decode +reference  mosaic \(1\), triton \(2\)", line) for line in printed)
+    *_, reasons = "\n".join(printed).split("\n\n")
+    first, second, *_ = re.split(r"\n(?=\()", reasons)
+    assert re.fullmatch(r"\(1\)  needs a GPU of compute capability .*,\n     this is cpu", first)
+    assert second == "(2)  needs a GPU of compute capability 8.0 or later, this is cpu"
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
     assert chosen()["paged_decode"] == "none"
 
 
+def test_report_has_80_columns_and_each_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, 232448, 233472)
+    words = info.device_words(card, 150 * 2**30)
+    monkeypatch.setattr(info, "device_words", lambda *_: words)
+    with jax.default_device("cpu"):
+        printed = list(info.lines())
+    assert len(words) > 80
+    assert max(map(len, printed)) <= 80
+    _, _, reasons = "\n".join(printed).split("\n\n")
+    found = [" ".join(reason.split()[1:]) for reason in re.split(r"\n(?=\()", reasons)]
+    assert len(found) == len(set(found)) >= 2
+
+
+def test_long_words_are_not_broken() -> None:
+    path = "/" + "folder/" * 12
+    assert info.aligned([("a", path), ("bcd", ""), ("e", f"x {path}")]) == [
+        f"a    {path}",
+        "bcd",
+        "e    x",
+        f"     {path}",
+    ]
+
+
 def test_device_description() -> None:
     card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, 232448, 233472)
-    assert report.device_words(card, 150 * 2**30) == (
+    assert info.device_words(card, 150 * 2**30) == (
         "NVIDIA H200, compute capability 9.0, 132 multiprocessors, 227 KiB of shared memory a block, "
         "228 KiB a multiprocessor, 150.0 GiB of memory"
     )
-    assert report.device_words(device.Device("cpu", "cpu"), None) == "cpu"
+    assert info.device_words(device.Device("cpu", "cpu"), None) == "cpu"

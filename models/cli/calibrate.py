@@ -53,9 +53,14 @@ exit status:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    return exit_status(PROG, lambda: run(parse_options(argv)))
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+      argv: arguments of the command; None for the arguments of the process.
+      prog: name of the command in its help and errors.
+    """
+    return exit_status(prog, lambda: run(parse_options(argv, prog)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,13 +86,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
     """Parse and check the options.
 
     Raises:
       UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(argv)
     check_prompts(options)
     if not 1 <= options.tokens <= MOST_TOKENS:
         raise UsageError(f"--tokens: expected at least 1, at most {MOST_TOKENS}, got {options.tokens}")
@@ -95,8 +100,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> Parser:
-    parser = Parser(PROG, description=DESCRIPTION, epilog=EPILOG)
+def _parser(prog: str) -> Parser:
+    epilog = EPILOG
+    if prog != PROG:  # "pallas-attn calibrate", whose scales are for "pallas-attn decode"
+        epilog = EPILOG.replace("calibrate.py", prog).replace("run_decode.py", f"{prog.rpartition(' ')[0]} decode")
+    parser = Parser(prog, description=DESCRIPTION, epilog=epilog)
     add_model(parser.add_mutually_exclusive_group(required=True))
     prompts = parser.add_mutually_exclusive_group()
     add_prompts(prompts)
@@ -122,7 +130,7 @@ def _parser() -> Parser:
         " magnitudes are clipped (default: 100, the maximum)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.safetensors", help="input of run_decode --kv-scales"
+        "--out", type=Path, required=True, metavar="FILE.safetensors", help="input of --kv-scales when decoding"
     )
     return parser
 

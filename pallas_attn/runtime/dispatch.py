@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -181,6 +182,8 @@ def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and name == "triton" and importlib.util.find_spec("triton") is None:
+            raise NotImplementedError("needs triton: pip install 'pallas_attn[triton]'") from error
         is_optional = isinstance(error, ModuleNotFoundError) and not for_this_card
         refusal = NotImplementedError if is_optional else BrokenImplementationError
         raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}{_versions(name)}") from error

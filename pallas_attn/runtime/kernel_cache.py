@@ -30,6 +30,7 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import platform
@@ -507,6 +508,9 @@ def _file(key: _Key) -> Path | None:
         return None
     else:
         folder = Path(cache) / "pallas_attn_kernels"
+    if importlib.util.find_spec("flatbuffers") is None:  # an optional dependency of JAX
+        _warn_once("kernels are not cached on disk, because flatbuffers is not installed: pip install flatbuffers")
+        return None
     digest = key.digest
     return None if digest is None or not _has_loaded_sources(key) else folder / digest
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pallas_attn", "scripts", "tests")
 LIBRARY, OPS = ROOT / "pallas_attn", ROOT / "pallas_attn" / "ops"
-OVERVIEWS = ("explain", "__main__")
+OVERVIEWS = ("explain", "info", "__main__")
 """Modules of the library that import every operation. They do not affect compiled kernels and are left out."""
 GATE = ("case", "compile", "device", "environment", "report", "sources")
 """Modules of the compile gate on which the report of every case depends."""

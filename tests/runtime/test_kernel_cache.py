@@ -92,6 +92,15 @@ def test_equal_calls_are_traced_once(cache_folder: Path) -> None:
     assert len(list(cache_folder.iterdir())) == 1
 
 
+def test_missing_flatbuffers_is_a_warning(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.warns(UserWarning, match="not cached on disk, because flatbuffers is not installed: pip install flatb"):
+        np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
+    np.testing.assert_array_equal(run(Call(X + 1, Y)), X * 2 + 3)  # from memory
+    assert len(TRACED) == 1
+    assert list(cache_folder.iterdir()) == []
+
+
 def test_second_process_traces_nothing(cache_folder: Path) -> None:
     want = run(Call(X, Y, window=3))
     forget()

@@ -222,7 +222,7 @@ class TestRefusals:
 
     def test_plot_without_matplotlib_is_an_error(self, usage_error, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in usage_error("--plot", tmp_path / "plot.png")
+        assert "pip install 'pallas_attn[plot]'" in usage_error("--plot", tmp_path / "plot.png")
 
     def test_unknown_default_implementation(self, usage_error, monkeypatch):
         monkeypatch.setenv("PALLAS_ATTN_IMPLEMENTATION", "cuda")

@@ -66,10 +66,15 @@ DIFFERENT = 1
 """Exit status if --verify found a difference."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    joined = Joined(PROG)
-    return joined.end(exit_status(PROG, lambda: _join(parse_options(argv), joined)))
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+      argv: arguments of the command; None for the arguments of the process.
+      prog: name of the command in its help and errors.
+    """
+    joined = Joined(prog)
+    return joined.end(exit_status(prog, lambda: _join(parse_options(argv, prog), joined)))
 
 
 def _join(options: argparse.Namespace, joined: Joined) -> int:
@@ -180,7 +185,7 @@ def _finish(
         with failures.recording():
             report.print(StandardOutput())
     status = _status(report)
-    _print_errors(report)
+    _print_errors(options.prog, report)
     if isinstance(stopped, Failure):
         failures.messages.insert(0, str(stopped))
     failures.check()
@@ -416,12 +421,12 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
             plot_run(file, report)
 
 
-def _print_errors(report: Report) -> None:
+def _print_errors(prog: str, report: Report) -> None:
     """Print non-finite logits and differences that --verify found to stderr."""
     for sentence in nonfinite(report.outputs):
-        print(f"{PROG}: error: {sentence}", file=sys.stderr)
+        print(f"{prog}: error: {sentence}", file=sys.stderr)
     for sentence in () if report.verification is None else differences(report.verification):
-        print(f"{PROG}: not verified: {sentence}", file=sys.stderr)
+        print(f"{prog}: not verified: {sentence}", file=sys.stderr)
 
 
 def _status(report: Report) -> int:

@@ -58,18 +58,19 @@ If a run ends early, for example by Ctrl-C, the tokens decoded until then are pr
 """
 
 
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
     """Parse and check the options.
 
     Returns:
-      The options, and an attribute `params` with the sampling parameters. Some options are converted: `implementation`
-      is None or a tuple of names, `speculate` a SpeculateOption or None, `mesh` a dict of sizes or None, and `kv_dtype`
-      the name of a dtype or None.
+      The options, and attributes `prog` and `params` with the sampling parameters. Some options are converted:
+      `implementation` is None or a tuple of names, `speculate` a SpeculateOption or None, `mesh` a dict of sizes or
+      None, and `kv_dtype` the name of a dtype or None.
 
     Raises:
       UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(argv)
+    options.prog = prog
     check_prompts(options)
     sizes = ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len")
     for flag in (*sizes, "index_topk"):
@@ -105,8 +106,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> Parser:
-    parser = Parser(PROG, description=DESCRIPTION, epilog=EPILOG)
+def _parser(prog: str) -> Parser:
+    epilog = EPILOG if prog == PROG else EPILOG.replace("run_decode.py", prog)
+    parser = Parser(prog, description=DESCRIPTION, epilog=epilog)
     model = parser.add_argument_group("model", f"default: --random {RANDOM_MODELS[0]}")
     add_model(model.add_mutually_exclusive_group())
     add_prompts(parser.add_argument_group("prompts", "one request per prompt").add_mutually_exclusive_group())
@@ -306,7 +308,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
     if options.prefix_cache is not None and options.coordinator is not None:
         raise UsageError("--prefix-cache: not with --coordinator, pages on devices of other processes cannot be saved")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+        raise UsageError("--plot needs matplotlib: pip install 'pallas_attn[plot]'")
     if options.profile is not None:
         try:
             options.profile.mkdir(parents=True, exist_ok=True)
