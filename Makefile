@@ -83,7 +83,7 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	$(BIN)/ruff format
 
 docs: $(VENV)/docs.stamp  ## the documentation as a site in out/docs, which opens offline
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here; results go to benchmarks/results
 	$(BIN)/python scripts/bench_engine.py

@@ -1,7 +1,7 @@
 """mkdocs hook that adds files outside docs/ to the site: README, BUILD, CHANGELOG, LICENSE, benchmarks.
 
-`mkdocs.yml` loads it. Links between files of the repository become links between pages of the site. `Examples` is for
-the API pages.
+`mkdocs.yml` loads it. Links between files of the repository become links between pages of the site. `Docstrings` is
+for the API pages.
 """
 
 from __future__ import annotations
@@ -29,15 +29,43 @@ OUTSIDE = (
     "benchmarks/**/*.json",
     "benchmarks/**/*.png",
 )
+SEARCH_BOOSTS = {
+    "tutorial": 2.0,
+    "concepts": 2.0,
+    "engine": 2.0,
+    "support": 1.5,
+    "api": 0.5,
+    "engine_api": 0.5,
+    "lessons": 0.2,
+    "performance": 0.3,
+    "benchmarks": 0.3,
+    "BUILD": 0.3,
+    "CHANGELOG": 0.2,
+}
+"""Factors of the rank in search results by first part of the page's path. Explanations come before measurements."""
+CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
+NAME = re.compile(r"<code>([^<\s]{1,32})</code>")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
 
-class Examples(griffe.Extension):
-    """Rename the docstring section `Example` to `Examples`, which the parser shows as code."""
+ENTRY = re.compile(r"^(  +)(\*{0,2}\w+(?:, \*{0,2}\w+)+):(.*(?:\n\1  .*)*)$", re.MULTILINE)
+"""Entry of a docstring section that describes several names, such as `k, v: keys and values`, with its next lines."""
+
+
+class Docstrings(griffe.Extension):
+    """Adapt docstrings to the parser. The section `Example` becomes `Examples`, which the parser shows as code. An
+    entry with several names becomes one entry per name, because the parser takes the types of names from signatures.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            obj.docstring.value = ENTRY.sub(split_entry, text)
+
+
+def split_entry(entry: re.Match[str]) -> str:
+    indent, names, description = entry.groups()
+    return "\n".join(f"{indent}{name}:{description}" for name in names.split(", "))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,6 +77,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    boost = SEARCH_BOOSTS.get(page.file.src_uri.partition("/")[0].removesuffix(".md"))
+    if boost is not None:
+        page.meta.setdefault("search", {"boost": boost})
     here = repository_path(page.file.src_uri)
 
     def relink(link: re.Match[str]) -> str:
@@ -59,6 +90,11 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         return f"{start}{os.path.relpath(there, posixpath.dirname(page.file.src_uri) or '.')}{anchor})"
 
     return LINK.sub(relink, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the names in tables, for which site.css forbids line breaks."""
+    return CELL.sub(lambda cell: NAME.sub(r'<code class="name">\1</code>', cell[0]), html)
 
 
 def site_path(name: str) -> str:

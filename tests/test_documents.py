@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import io
 import json
 import re
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -119,6 +122,13 @@ def missing_targets(text: str) -> list[str]:
     return [target for line in code for target in TARGET.findall(line) if target not in targets]
 
 
+def test_warnings_fail_the_build_of_the_site():
+    """mkdocs counts only warnings that it prints, so --strict has no effect together with --quiet."""
+    (command,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in command
+    assert "--quiet" not in command
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_resolve(page):
     assert broken_links(page, page.read_text()) == []
@@ -132,7 +142,9 @@ def test_names_in_pages_exist(page, missing):
 
 def test_missing_names_are_detected():
     page = ROOT / "docs" / "page.md"
-    assert broken_links(page, "[a](concepts.md#pages-and-rows) [b](nowhere.md) [c](concepts.md#nothing)") == [
+    assert broken_links(
+        page, "[a](concepts.md#pages-block-tables-and-rows) [b](nowhere.md) [c](concepts.md#nothing)"
+    ) == [
         "nowhere.md",
         "concepts.md#nothing",
     ]
@@ -144,18 +156,90 @@ def test_missing_names_are_detected():
     assert missing_targets("`make test`\nmake docs\n`make coffee`") == ["coffee"]
 
 
-@slow_cases("docs/coming_from.md", "docs/kv_transfer.md")
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p.read_text())], ids=relative)
+SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+"""A block of Python, and the block of text that may follow it, which is the output of the Python block."""
+
+
+def run_examples(page: Path) -> dict[str, Any]:
+    """Run the Python blocks of a page in one namespace and return it. Compare outputs with the text blocks."""
+    namespace: dict[str, Any] = {}
+    for code, shown in SHOWN.findall(page.read_text()):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, str(page), "exec"), namespace)
+        assert not shown or printed.getvalue() == shown
+    return namespace
+
+
+@slow_cases("docs/coming_from.md", "docs/engine.md", "docs/kv_transfer.md")
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if python_blocks(p.read_text()) and p.name != "tutorial.md"], ids=relative
+)
 def test_python_examples_run(page):
-    namespace: dict[str, object] = {}
-    for block in python_blocks(page.read_text()):
-        exec(compile(block, str(page), "exec"), namespace)
-    assert len(namespace) > 1
+    assert len(run_examples(page)) > 1
 
 
-def test_tables_and_charts_match_the_results():
-    stale = [name for name, contents in performance.generated().items() if (ROOT / name).read_text() != contents]
-    assert stale == [], "run python -m scripts.tools.performance"
+def test_output_that_differs_from_the_page_is_an_error(tmp_path):
+    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError):
+        run_examples(tmp_path / "page.md")
+
+
+def test_tutorial_prints_its_output_and_decodes_the_right_tokens():
+    """The blocks print the output of the page. Numpy computes the same tokens as the first block without a cache, and
+    their logits are so far above the others that rounding does not change them. With MLA, prefill of all tokens gives
+    the last token of the decode loop.
+    """
+    page = ROOT / "docs" / "tutorial.md"
+    tutorial = run_examples(page)
+    weights = {name: np.asarray(weight, np.float64) for name, weight in tutorial["weights"].items()}
+    for prompt, output in zip(tutorial["prompts"], tutorial["outputs"], strict=True):
+        for i, token in enumerate(output):
+            logits = dense_logits(weights, prompt + output[:i])
+            assert np.argmax(logits) == token
+            assert np.sort(logits)[-1] - np.sort(logits)[-2] > 1e-3
+    tokens = [prompt + output[:-1] for prompt, output in zip(tutorial["prompts"], tutorial["mla_outputs"], strict=True)]
+    empty = pallas_attn.PagedLatent.allocate(tutorial["latent_spec"])
+    *_, last = tutorial["generate"](tutorial["mla_step"], tutorial["mla_weights"], empty, tokens, 1)
+    assert last == [output[-1:] for output in tutorial["mla_outputs"]]
+    blocks = [len(code.replace("\n\n", "\n").splitlines()) for code, _ in SHOWN.findall(page.read_text())]
+    assert len(blocks) == 3
+    assert all(shown for _, shown in SHOWN.findall(page.read_text()))
+    assert max(blocks) <= 70
+
+
+def dense_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """Return the logits of the tutorial's GQA model after a sequence of tokens."""
+    x = weights["embedding"][tokens]
+    x /= np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
+    q, k, v = (np.einsum("tw,wnd->ntd", x, weights[name]) for name in ("q", "k", "v"))
+    half = q.shape[-1] // 2
+    angles = np.arange(len(tokens))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    turn = np.exp(1j * angles)
+
+    def rotate(a: np.ndarray) -> np.ndarray:
+        turned = (a[..., :half] + 1j * a[..., half:]) * turn
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    group = len(q) // len(k)
+    k, v = np.repeat(rotate(k), group, axis=0), np.repeat(v, group, axis=0)
+    scores = np.einsum("nd,nsd->ns", rotate(q)[:, -1], k) / np.sqrt(q.shape[-1])
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = np.einsum("ns,nsd->nd", p / p.sum(axis=-1, keepdims=True), v)
+    return (x[-1] + np.einsum("nd,ndw->w", out, weights["out"])) @ weights["head"]
+
+
+def test_tables_match_the_results():
+    documents = [name for name, contents in performance.documents().items() if (ROOT / name).read_text() != contents]
+    assert documents == [], "run python -m scripts.tools.performance"
+
+
+def test_charts_match_the_results():
+    pinned = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pinned
+    if metadata.version("matplotlib") != pinned[1]:
+        pytest.skip(f"the committed charts were drawn by matplotlib {pinned[1]}")
+    charts = [name for name, contents in performance.charts().items() if (ROOT / name).read_text() != contents]
+    assert charts == [], "run python -m scripts.tools.performance"
 
 
 def test_unknown_table_is_an_error():
@@ -188,17 +272,29 @@ def test_every_result_file_is_linked_from_a_page() -> None:
     assert [relative(path) for path in files if f"/{path.name})" not in pages] == []
 
 
+def listed_names(page: str) -> list[str]:
+    """Return the full names on an API page, without the types that only occur in signatures."""
+    text = (ROOT / "docs" / page).read_text().partition("## Types in signatures")[0]
+    return re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
+
+
+def exported_names(module: str) -> list[str]:
+    source = (ROOT / module / "__init__.py").read_text()
+    return re.findall(r"^from .* import \w+ as (\w+)", source, flags=re.MULTILINE)  # not the lazy names of the engine
+
+
 def test_api_page_lists_all_public_names():
-    listed = re.findall(
-        r"^::: pallas_attn\.(?:\w+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
-    )
-    source = (ROOT / "pallas_attn" / "__init__.py").read_text()
-    exported = re.findall(r"^from .* import \w+ as (\w+)", source, flags=re.MULTILINE)  # without the engine's names
+    exported = exported_names("pallas_attn")
     exported.remove("parallel")
     source = (ROOT / "pallas_attn" / "parallel.py").read_text()
     exported += re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, flags=re.MULTILINE)
-    exported += set(cache.__all__) - {"Prefix"}  # an alias of a type, which the API page does not list
-    assert sorted(listed) == sorted(exported)
+    exported += set(cache.__all__) - {"Prefix"}  # among the types in signatures
+    assert sorted(name.split(".")[-1] for name in listed_names("api.md")) == sorted(exported)
+
+
+def test_engine_api_page_lists_all_names_of_the_engine():
+    names = [name for name in listed_names("engine_api.md") if name.startswith("pallas_attn.models.engine.")]
+    assert sorted(name.split(".")[-1] for name in names) == sorted(exported_names("models/engine"))
 
 
 def test_implementation_table_of_the_readme_matches_dispatch():

@@ -24,18 +24,20 @@ from scripts.tools.charts import Line, Panel, bars, lines
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("benchmarks/README.md", "docs/performance.md", "docs/kernels/triton.md")
+DOCUMENTS = (
+    *(f"docs/performance/{page}.md" for page in ("gqa_decode", "mla_decode", "sparse_attention", "prefill")),
+    *(f"docs/performance/{page}.md" for page in ("writes_and_plans", "engine", "quantised_caches")),
+    "docs/kernels/triton.md",
+)
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
     "mosaic": "pallas_attn",
     "triton": "pallas_attn, Triton",
     "flashinfer": "FlashInfer",
-    "flashinfer-fa2": "FlashInfer FA2",
     "flashinfer-fa3": "FlashInfer",
     "flash-mla": "FlashMLA",
     "flash-attention-3": "FlashAttention-3",
-    "flash-attention-3-of-one-length": "FlashAttention-3, equal lengths",
     "flash-attention-3-unsplit": "FlashAttention-3, keys not split",
     "cudnn": "cuDNN",
     "flash": "torch flash",
@@ -176,21 +178,17 @@ MLA_CONTENDERS = ("mosaic", "flash-mla", "flash-attention-3")
 
 
 def mla_by_context(*sources: Cases) -> Callable[[str], str]:
-    """Table of MLA decode times of pallas_attn, FlashMLA and FlashAttention-3 in microseconds. Rows: heads x queries;
-    columns: context lengths.
-    """
+    """Table of MLA decode times in microseconds. Rows: heads x queries and contender; columns: context lengths."""
 
     def write(document: str) -> str:
         found = {key: case for source in sources for case in source if (key := mla_key(case)) is not None}
         contexts = sorted({context for _, _, context in found})
         rows = []
         for heads, queries in sorted({key[:2] for key in found}):
-            cells = [found.get((heads, queries, context)) for context in contexts]
-            times = [
-                " / ".join(microseconds(c["results"][n]["median_us"]) for n in MLA_CONTENDERS) if c else ""
-                for c in cells
-            ]
-            rows.append([f"{heads} x {queries}", *times])
+            cases = [found.get((heads, queries, context)) for context in contexts]
+            for name in MLA_CONTENDERS:
+                times = [microseconds(case["results"][name]["median_us"]) if case else "" for case in cases]
+                rows.append([f"{heads} x {queries}, {NAMES[name]}", *times])
         headings = ["heads x queries", *(f"{context // 1024}k" for context in contexts)]
         notes = [provenance(source.stem, source.contenders(), document) for source in sources]
         return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
@@ -374,36 +372,6 @@ def sparse_layer(*sources: Cases) -> Callable[[str], str]:
     return write
 
 
-def sparse_choice(stem: str) -> Callable[[str], str]:
-    """Table of the microseconds of a layer's sparse attention: index scores, selection of keys ("choice") and
-    attention. Selection and total are also shown before a change of the selection.
-    """
-
-    def write(document: str) -> str:
-        rows = []
-        for case in read(stem)["cases"]:
-            before, now = case["results"]["before"], case["results"]["now"]
-            parts = now["parts_us"]
-            rows.append(
-                [
-                    f"{case['arguments']['batch']} x {case['arguments']['context'] // 1024}k",
-                    case["arguments"]["cache"],
-                    f"{microseconds(parts['scores'])} ({now['scores_of_copy']:.0%})",
-                    microseconds(before["parts_us"]["choice"]),
-                    microseconds(parts["choice"]),
-                    microseconds(parts["attention"]),
-                    microseconds(before["median_us"]),
-                    microseconds(now["median_us"]),
-                    f"{parts['choice'] / now['median_us']:.0%}",
-                ]
-            )
-        headings = ["sequences x context", "caches", "scores, µs", "choice before, µs", "choice, µs", "attention, µs"]
-        headings += ["step before, µs", "step, µs", "choice / step"]
-        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
-
-    return write
-
-
 def sparse_engine(*stems: str) -> Callable[[str], str]:
     """Table of the engine's decode tokens per second with sparse and dense attention, by number of sequences, context
     and cache dtype.
@@ -483,8 +451,8 @@ def hand_over(*stems: str) -> Callable[[str], str]:
 
 
 def resources(stem: str) -> Callable[[str], str]:
-    """Table of registers per thread and KiB of shared memory per block, by GPU. Of the kernels of a case, the table has
-    the kernel with the most registers, preferably one that uses tensor cores.
+    """Table of registers per thread, KiB of shared memory per block and bytes of spilled registers, by GPU. Of the
+    kernels of a case, the table has the kernel with the most registers, preferably one that uses tensor cores.
     """
 
     def write(document: str) -> str:
@@ -494,7 +462,7 @@ def resources(stem: str) -> Callable[[str], str]:
             kernels = [
                 max(case["kernels"][card], key=lambda k: (bool(k["tensor_cores"]), k["registers"])) for card in cards
             ]
-            spills = [f" ({k['spills']} bytes spilled)" if k["spills"] else "" for k in kernels]
+            spills = [f" ({k['spills']})" if k["spills"] else "" for k in kernels]
             cells = [
                 f"{k['registers']}, {round(k['shared_bytes'] / 1024, 1):g}" + s
                 for k, s in zip(kernels, spills, strict=True)
@@ -502,7 +470,8 @@ def resources(stem: str) -> Callable[[str], str]:
             rows.append([f"`{case['case']}`", *cells])
         versions, commit = read(stem)["versions"], read(stem)["commit"][:7]
         file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
-        note = f"- Registers, KiB; triton {versions['triton']}, commit `{commit}`; [{stem}.json]({file}).\n"
+        made = f"triton {versions['triton']}, commit `{commit}`"
+        note = f"- Registers, KiB (spilled bytes); {made}; [{stem}.json]({file}).\n"
         return table(["call", *cards], rows) + "\n" + note
 
     return write
@@ -537,36 +506,20 @@ def cost_cell(case: dict[str, Any]) -> str:
     return f"{moved}; {case['kl_mean']:.1e}; {case['equal_tokens']:.0%}"
 
 
-GRID, VARIED = Cases("mla_decode_grid_later_nvidia_h200"), "mla_decode_varied"
+GRID = Cases("mla_decode_grid_nvidia_h200")
 TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode": operation(Cases("paged_decode_nvidia_h200")),
-    "paged_decode-bf16": operation(Cases("paged_decode_nvidia_h200", "bf16")),
     "paged_decode-fa3": operation(Cases("paged_decode_fa3_nvidia_h200")),
     "paged_decode-torch": operation(Cases("paged_decode_torch_nvidia_h200")),
-    "paged_decode-later": operation(Cases("paged_decode_gqa_nvidia_h200")),
     "paged_decode-caches": operation(Cases("paged_decode_caches_nvidia_h200")),
     "paged_decode-head-wise": operation(Cases("paged_decode_head_wise_nvidia_h200")),
     "mla_decode": operation(Cases("mla_decode_nvidia_h200")),
-    "mla_decode-grid": mla_by_context(GRID, Cases("mla_decode_2_queries_32k_nvidia_h200")),
+    "mla_decode-grid": mla_by_context(GRID),
     "mla_decode-varied": mla_by_context(
-        Cases(f"{VARIED}_later_nvidia_h200", r"h16 |h64 (?!.*~4096 p64 bf16)"),
-        Cases(f"{VARIED}_128_heads_nvidia_h200"),
-        Cases(f"{VARIED}_64_heads_4k_nvidia_h200"),
+        Cases("mla_decode_varied_nvidia_h200"), Cases("mla_decode_varied_128_heads_nvidia_h200")
     ),
-    "mla_decode-batches": operation(
-        Cases("mla_decode_batches_1k_nvidia_h200"),
-        Cases("mla_decode_batches_nvidia_h200", " (8192|32768) "),
-        Cases("mla_decode_batches_h128_nvidia_h200", " (8192|32768) "),
-    ),
-    "ragged_attention": operation(Cases("ragged_attention_fa3_later_nvidia_h200")),
-    "ragged_attention-wide": operation(
-        Cases("ragged_attention_wide_nvidia_h200"), Cases("ragged_attention_fa3_again_nvidia_h200")
-    ),
-    "ragged_attention-batches": operation(Cases("ragged_attention_batches_later_nvidia_h200")),
-    "ragged_attention-cudnn": operation(Cases("ragged_attention_nvidia_h200")),
-    "paged_prefill": operation(Cases("paged_prefill_later_nvidia_h200")),
-    "paged_prefill-wide": operation(Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_fa3_nvidia_h200")),
-    "paged_prefill-flashinfer": operation(Cases("paged_prefill_nvidia_h200")),
+    "ragged_attention": operation(Cases("ragged_attention_wide_nvidia_h200"), Cases("ragged_attention_nvidia_h200")),
+    "paged_prefill": operation(Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_nvidia_h200")),
     "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
     "write_kv": kernels("write_kv_nvidia_h200"),
@@ -574,9 +527,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "gather_latent": kernels("gather_latent_nvidia_h200"),
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
-    "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-vllm": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
-    "engine-vllm-h100": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
     "first-calls": first_calls("startup_in_turns_nvidia_h100"),
     "engine-arrivals": arrivals("serving_v2_lite_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
@@ -592,12 +543,9 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
-    "sparse-choice": sparse_choice("sparse_layer_choice_nvidia_h200"),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
-    "engine-head-windows": head_windows(
-        "engine_head_windows_nvidia_h200", "engine_head_windows_1_of_8_nvidia_h200", "engine_head_windows_cpu"
-    ),
+    "engine-head-windows": head_windows("engine_head_windows_nvidia_h200"),
 }
 
 
@@ -620,7 +568,6 @@ def panel(title: str, picked: list[tuple[str, str, str]], contenders: dict[str, 
 
 def engine_panel() -> Panel:
     cases = {(c["batch"], c["context"]): c for c in read("engine_v2_lite_nvidia_h200")["results"][0]["cases"]}
-    cases |= {(c["batch"], c["context"]): c for c in read("engine_v2_lite_warmed_nvidia_h200")["results"][0]["cases"]}
     shown = []
     for batch, context in ((1, 1024), (64, 1024), (64, 8192), (64, 32768)):
         percent = 100 * cases[batch, context]["decode_fraction_of_floor"]
@@ -658,19 +605,17 @@ def mla_panel() -> Panel:
 
 
 def prefill_panel() -> Panel:
-    fa3, cudnn = "ragged_attention_fa3_later_nvidia_h200", "ragged_attention_nvidia_h200"
-    batches = "ragged_attention_batches_later_nvidia_h200"
+    one, wide = "ragged_attention_nvidia_h200", "ragged_attention_wide_nvidia_h200"
     picked = [
-        ("128 heads 192/128, 8k", fa3, "128/128x192/128 S1 8192 on 0 bf16"),
-        ("128 heads 192/128, 8k", cudnn, "128/128x192/128 S1 8192 on 0 bf16"),
-        ("32/8 heads of 128, 8k", fa3, "32/8x128/128 S1 8192 on 0 bf16"),
-        ("32/8 heads of 128, 8k", cudnn, "32/8x128/128 S1 8192 on 0 bf16"),
-        ("32/8 heads of 128, 2k on 8k", fa3, "32/8x128/128 S1 2048 on 8192 bf16"),
-        ("16 heads 192/128, 512 on 32k", fa3, "16/16x192/128 S1 512 on 32768 bf16"),
-        ("16 heads 192/128, 64 x 128", batches, "16/16x192/128 S64 128 on 0 bf16"),
+        ("128 heads 192/128, 8k", one, "128/128x192/128 S1 8192 on 0 bf16"),
+        ("32/8 heads of 128, 8k", one, "32/8x128/128 S1 8192 on 0 bf16"),
+        ("32/8 heads, 2k on 8k", one, "32/8x128/128 S1 2048 on 8192 bf16"),
+        ("16 heads 192/128, 512 on 32k", one, "16/16x192/128 S1 512 on 32768 bf16"),
+        ("16 heads 192/128, 1k on 64k", wide, "16/16x192/128 S1 1000 on 65536 bf16"),
+        ("40/8 heads, 5 x 200 on 9k", wide, "40/8x128/128 S5 200 on 9000 bf16"),
     ]
-    ours = ["mosaic", "flash-attention-3"]
-    return panel("Prefill, causal, bf16", picked, {fa3: ours, batches: ours, cudnn: ["cudnn"]})
+    contenders = ["mosaic", "flash-attention-3", "cudnn"]
+    return panel("Prefill, causal, bf16", picked, {one: contenders, wide: contenders})
 
 
 def roofline() -> str:
@@ -684,16 +629,16 @@ def mla_lines() -> str:
     """
     found = {mla_key(case): case for case in GRID}
     contexts = [1024 * 2**i for i in range(6)]
-    charts = []
+    parts = []
     for heads, queries in ((16, 1), (64, 1), (128, 1), (128, 2)):
         series = []
         for name in MLA_CONTENDERS:
             cases = [found.get((heads, queries, context)) for context in contexts]
             percents = [100 * case["results"][name]["fraction_of_floor"] if case else None for case in cases]
             series.append(Line(NAMES[name], percents))
-        charts.append((f"{heads} heads, {queries} {'query' if queries == 1 else 'queries'}", series))
+        parts.append((f"{heads} heads, {queries} {'query' if queries == 1 else 'queries'}", series))
     title = "MLA decode, 128 sequences: per cent of the roofline by context length"
-    return lines(title, charts, [f"{context // 1024}k" for context in contexts])
+    return lines(title, parts, [f"{context // 1024}k" for context in contexts])
 
 
 def cache_kinds() -> str:
@@ -726,14 +671,18 @@ def with_tables(document: str, markdown: str) -> str:
     return MARKED.sub(replace, markdown)
 
 
-def generated() -> dict[str, str]:
-    """Return the text of all generated documents and charts by path."""
-    documents = {name: with_tables(name, (ROOT / name).read_text()) for name in DOCUMENTS}
-    return documents | {name: draw() for name, draw in CHARTS.items()}
+def documents() -> dict[str, str]:
+    """Return the text of all documents with tables by path."""
+    return {name: with_tables(name, (ROOT / name).read_text()) for name in DOCUMENTS}
+
+
+def charts() -> dict[str, str]:
+    """Return the SVG text of all charts by path."""
+    return {name: draw() for name, draw in CHARTS.items()}
 
 
 def main() -> None:
-    for name, contents in generated().items():
+    for name, contents in (documents() | charts()).items():
         if not (ROOT / name).exists() or (ROOT / name).read_text() != contents:
             with output_file(ROOT / name) as file:
                 file.write(contents.encode("utf-8"))

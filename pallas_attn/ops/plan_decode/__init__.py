@@ -31,6 +31,9 @@ has fewer than 512 multiprocessors.
 """
 
 type Mode = Literal["balanced", "fixed"]
+"""How a plan splits rows: "balanced" gives every CTA an equal share of the cost, "fixed" splits rows at multiples of a
+number of tokens that does not depend on the batch.
+"""
 
 
 def plan_decode(
