@@ -217,6 +217,14 @@ MODEL_PACKAGES = {
     "pallas_attn.models.decoder": ("pallas_attn.models.config", "pallas_attn.models.moe"),
     "pallas_attn.models.checkpoints": ("pallas_attn.models.config", "pallas_attn.models.decoder"),
     "pallas_attn.models.engine": ("pallas_attn.models.config", "pallas_attn.models.decoder"),
+    "pallas_attn.models.llm": (
+        "pallas_attn.models.config",
+        "pallas_attn.models.decoder",
+        "pallas_attn.models.checkpoints",
+        "pallas_attn.models.engine",
+        "pallas_attn.models.compilation_cache",
+    ),
+    "pallas_attn.models.compilation_cache": (),
 }
 """For each package of `models`: the other packages of `models` that it may import."""
 

@@ -3,10 +3,11 @@
 The package imports `models.config` and `models.decoder`. Modules in reading order: `files` (reads config.json and
 headers of safetensors files), `weights` (converts tensors to parameters, makes random models), `mxfp4` (unpacks experts
 of gpt-oss), `tokenizer_files` (reads special tokens, settings and chat templates), `tokenizer` (converts between texts
-and token ids; `text_process` runs it in a separate process), `kv_scales` (files with static scales of quantised caches)
-and `calibration` (computes these scales).
+and token ids; `text_process` runs it in a separate process), `detokenizer` (converts token ids to text while they are
+generated), `kv_scales` (files with static scales of quantised caches) and `calibration` (computes these scales).
 """
 
+from pallas_attn.models.checkpoints.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
 from pallas_attn.models.checkpoints.files import CheckpointError as CheckpointError
 from pallas_attn.models.checkpoints.files import load_config as load_config
 from pallas_attn.models.checkpoints.kv_scales import kv_scales_content as kv_scales_content

@@ -33,14 +33,24 @@ QWEN2_WORDS = (
 )
 """Words that Qwen2Tokenizer encodes separately."""
 
+CLEAN_UP = (
+    *((f" {end}", end) for end in ".?!,"),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
+"""Replacements that remove spaces before punctuation and English contractions, in order."""
+
 
 class Text:
     """Tokenizer and chat template of a model. Each public method handles one kind of request."""
 
     core: tokenizers.Tokenizer
-    template: jinja2.Template
+    templates: dict[str, jinja2.Template]
     special_tokens: dict[str, str]
     clean_up: bool
+
+    def __init__(self) -> None:
+        self.templates = {}
 
     def load_core(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load tokenizer.json and add the special tokens of other files, in the order of transformers.
@@ -88,14 +98,24 @@ class Text:
         return {"special_tokens": texts, "contradictions": list(itertools.islice(contradictions, 1))}
 
     def load_template(self, source: str) -> None:
-        self.template = environment().from_string(source)
+        """Compile a chat template. It is stored for `render`."""
+        self.templates = {source: environment().from_string(source)}
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, source: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Render a chat.
+
+        Args:
+          source: source of the template. The newest template is stored, so that it is compiled once.
+          messages: messages of the chat, with the keys that the template expects.
+          variables: other variables of the template. They override special tokens.
+        """
+        if source not in self.templates:
+            self.load_template(source)
         # Templates may test tools and documents with `is none`, which is false for undefined variables.
         assumed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        text = self.template.render(assumed, **self.special_tokens)
+        text = self.templates[source].render({**assumed, **self.special_tokens, **variables})
         if len(text) > LARGEST_TEXT:
-            raise ValueError(f"it makes {len(text):,} characters of one message, more than {LARGEST_TEXT:,}")
+            raise ValueError(f"it makes {len(text):,} characters, more than {LARGEST_TEXT:,}")
         return text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -104,6 +124,24 @@ class Text:
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text = self.core.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return cleaned_up(text) if self.clean_up else text
+
+    def pieces(self) -> dict[str, Any]:
+        """Return the ids and texts of all tokens, the ids of special tokens, the decoder and replacements."""
+        ids = sorted(set(self.core.get_vocab(with_added_tokens=True).values()))
+        texts = [self.core.id_to_token(token_id) for token_id in ids]
+        # The library's set of special tokens may differ from the flags: a token stays special if it is added again
+        # without the flag.
+        decoder, self.core.decoder = self.core.decoder, None
+        added = self.core.get_added_tokens_decoder()
+        special = [token_id for token_id in added if not self.core.decode([token_id], skip_special_tokens=True)]
+        self.core.decoder = decoder
+        return {
+            "ids": ids,
+            "texts": texts,
+            "special": special,
+            "decoder": None if decoder is None else json.loads(decoder.__getstate__()),
+            "clean_up": CLEAN_UP if self.clean_up else (),
+        }
 
 
 def new_tokens(
@@ -179,18 +217,15 @@ def as_special(token: str | tokenizers.AddedToken, named: Collection[str]) -> to
 
 def cleaned_up(text: str) -> str:
     """Remove spaces before punctuation and English contractions."""
-    for end in (".", "?", "!", ","):
-        text = text.replace(f" {end}", end)
-    text = text.replace(" ' ", "'")
-    for end in ("n't", "'m", "'s", "'ve", "'re"):
-        text = text.replace(f" {end}", end)
+    for old, new in CLEAN_UP:
+        text = text.replace(old, new)
     return text
 
 
 def environment() -> jinja2.Environment:
     """Return jinja2's immutable sandbox with the settings and helpers of chat templates in transformers."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     helpers: dict[str, Any] = sandbox.globals
     helpers["raise_exception"] = raise_exception
@@ -199,7 +234,7 @@ def environment() -> jinja2.Environment:
     return sandbox
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """Render the contents of {% generation %}, the tag that marks an assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (typed so by jinja2)

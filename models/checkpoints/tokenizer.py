@@ -6,6 +6,7 @@ Both are untrusted input. They run in a separate process (`text_process`) with l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -36,6 +37,24 @@ MEMORY = 2**32
 
 # Threads and memory pools would reserve address space per core. Backtraces of panics would take time.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2", "RUST_BACKTRACE": "0"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The parts of a tokenizer that decoding needs.
+
+    Attributes:
+      texts: text of each token by id, as stored in tokenizer.json, for example "\u0120hello".
+      special: ids of special tokens.
+      decoder: entry `decoder` of tokenizer.json; None if texts are joined with spaces.
+      clean_up: pairs (old, new) of texts that are replaced in the decoded text, one after the other: spaces before
+        punctuation and English contractions.
+    """
+
+    texts: Mapping[int, str]
+    special: frozenset[int]
+    decoder: Mapping[str, Any] | None
+    clean_up: Sequence[tuple[str, str]]
 
 
 class Tokenizer:
@@ -77,15 +96,85 @@ class Tokenizer:
           TokenizerError: as `encode`; or the template raises an error or renders nothing; or the directory has several
             templates, but no default.
         """
-        if self._template.named is not None:
-            names = shown(self._template.named)
-            raise TokenizerError(f"{self._template.path}: expected a chat template named 'default', got {names}")
-        if self.chat_template is None:
+        if self._template.named is None and self.chat_template is None:
             return self.encode(text)
-        rendered = self._render([{"role": "user", "content": text}])
+        return self.encode_chat([{"role": "user", "content": text}])
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Render a chat with the chat template, and encode the result. Arguments as `render_chat`.
+
+        Raises:
+          ValueError, TokenizerError: as `render_chat` and `encode`; or the template renders nothing.
+        """
+        rendered = self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            **variables,
+        )
         if not rendered:
             raise TokenizerError(f"{self._template.path}: the chat template renders an empty prompt")
         return self.encode(rendered, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """Render a chat with the chat template, as `apply_chat_template` of transformers.
+
+        Args:
+          messages: messages in order, each with the keys `role` and `content` and others that the template supports,
+            such as `tool_calls`. A system prompt is a message with the role "system".
+          tools: JSON schemas of the functions that the model may call.
+          add_generation_prompt: whether the text ends with the tokens that start an answer.
+          chat_template: source or name of another template. Without it, chats with tools use the template named
+            tool_use if the directory has it, and others the default template.
+          variables: other variables of the template, such as `enable_thinking`.
+
+        Raises:
+          ValueError: an argument has the wrong type, or is not JSON.
+          TokenizerError: there is no template, or it raises an error.
+        """
+        messages, tools = _objects("messages", messages), None if tools is None else _objects("tools", tools)
+        if not messages:
+            raise ValueError("messages: expected at least one message, got none")
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"chat_template: expected a str or None, got {shown(chat_template)}")
+        source = self._choose_template(chat_template, with_tools=tools is not None)
+        given = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        name = self._template.path if source == self.chat_template else "chat_template"
+        what = f"{name}: the chat template cannot render the messages"
+        try:
+            return self._process.ask(what, "render", source, messages, given)
+        except TypeError as error:
+            raise ValueError(f"messages, tools, variables of the template: expected JSON values: {error}") from error
+
+    def _choose_template(self, given: str | None, with_tools: bool) -> str:
+        """Return the source of a chat template."""
+        path, others = self._template.path, self._template.others
+        if given is not None:
+            return self.chat_template if given == "default" and self.chat_template else others.get(given, given)
+        if with_tools and "tool_use" in others:
+            return others["tool_use"]
+        if self._template.named is not None:
+            raise TokenizerError(f"{path}: expected a chat template named 'default', got {shown(self._template.named)}")
+        if self.chat_template is None:
+            raise TokenizerError(f"{path.parent}: the model has no chat template; give one as chat_template")
+        return self.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text. Special tokens in the text are recognised.
@@ -108,9 +197,12 @@ class Tokenizer:
         """
         return self._ask("decode", list(token_ids), skip_special_tokens)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        what = f"{self._template.path}: the chat template cannot render a user's message"
-        return self._process.ask(what, "render", messages)
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """The texts of all tokens and the rules of decoding, for `IncrementalDetokenizer`."""
+        loaded = self._ask("pieces")
+        texts = dict(zip(loaded["ids"], loaded["texts"], strict=True))
+        return Pieces(texts, frozenset(loaded["special"]), loaded["decoder"], [*map(tuple, loaded["clean_up"])])
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         return self._process.ask(str(self._path), function, *arguments)
@@ -157,6 +249,16 @@ class _Process:
     def end(self) -> None:
         self._popen.kill()
         self._popen.communicate()
+
+
+def _objects(name: str, given: Any) -> list[dict[str, Any]]:
+    """Return a sequence of mappings as a list of dicts. Raise ValueError if it is something else."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise ValueError(f"{name}: expected a list of objects, got {shown(given)}")
+    for i, entry in enumerate(given):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{name}: expected a list of objects, got {shown(entry)} as entry {i}")
+    return [dict(entry) for entry in given]
 
 
 def check_unicode(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pallas_attn.models.checkpoints.files import read_json_object
@@ -150,11 +151,13 @@ class ChatTemplate(NamedTuple):
       source: source of the template; None without a template.
       path: the file that contains it.
       named: names of all templates if none of them is the default; else None.
+      others: sources of the templates that are not the default, by name.
     """
 
     source: str | None
     path: Path
     named: list[str] | None = None
+    others: Mapping[str, str] = MappingProxyType({})
 
 
 def _read(path: Path) -> bytes:
@@ -177,25 +180,30 @@ def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate:
       TokenizerError: a template is not a text, or its file cannot be read.
     """
     folder, file = directory / "additional_chat_templates", directory / "chat_template.jinja"
-    names = sorted(path.name.removesuffix(".jinja") for path in folder.glob("*.jinja"))
-    if "default" in names:
-        file = folder / "default.jinja"
+    files = {path.name.removesuffix(".jinja"): path for path in sorted(folder.glob("*.jinja"))}
+    file = files.pop("default", file)
+    others = {name: _read_source(path) for name, path in files.items()}
     if is_file(file):
-        try:
-            return ChatTemplate(read_bounded(file).decode("utf-8") or None, file)
-        except ValueError as error:
-            raise TokenizerError(f"{file}: the chat template is malformed: {error}") from error
-    if names:
-        return ChatTemplate(None, folder, names)
+        return ChatTemplate(_read_source(file) or None, file, others=others)
+    if others:
+        return ChatTemplate(None, folder, [*others], others)
     path, source = directory / "tokenizer_config.json", config.get("chat_template")
     if isinstance(source, list | dict):
         templates = _templates_by_name(source, path)
+        others = {name: text for name, text in templates.items() if name != "default" and isinstance(text, str)}
         if "default" not in templates:
-            return ChatTemplate(None, path, sorted(templates))
+            return ChatTemplate(None, path, sorted(templates), others)
         source = templates["default"]
     if not isinstance(source, str | None):
         raise TokenizerError(f"{path}: expected chat_template to be a text, got {type(source).__name__}")
-    return ChatTemplate(source or None, path)
+    return ChatTemplate(source or None, path, others=others)
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return read_bounded(path).decode("utf-8")
+    except ValueError as error:
+        raise TokenizerError(f"{path}: the chat template is malformed: {error}") from error
 
 
 def _templates_by_name(source: list[Any] | dict[str, Any], path: Path) -> dict[str, Any]:

@@ -24,7 +24,15 @@ from pallas_attn.models.cli.command_line import (
     writing,
 )
 from pallas_attn.models.cli.model import load, name_of, read_config
-from pallas_attn.models.cli.model_options import KV_DTYPES, add_computation, add_model, add_prompts, check_prompts
+from pallas_attn.models.cli.model_options import (
+    KV_DTYPES,
+    add_compilation_cache,
+    add_computation,
+    add_model,
+    add_prompts,
+    check_prompts,
+    enable_compilation_cache,
+)
 from pallas_attn.models.cli.prompts import read_prompts
 from pallas_attn.models.config import ModelConfig
 from pallas_attn.models.decoder import AttentionSettings, KVScales
@@ -35,21 +43,29 @@ MOST_TOKENS = 10**8
 """Maximum value of --tokens. It bounds the memory of the random tokens, which are drawn before the model is loaded."""
 
 DESCRIPTION = """\
-Run a model on sample prompts and compute static scales of an int8 or fp8 cache from the keys and values: one scale
-per KV head, or per channel of a KV head. Prompts should be similar to the expected requests. The default, random
-tokens, gives the least accurate scales."""
+Run a model on sample prompts and compute static scales of an int8 or fp8 cache
+from the keys and values: one scale per KV head, or per channel of a KV head.
+Prompts should be similar to the expected requests. The default, random tokens,
+gives the least accurate scales."""
 
 EPILOG = """\
 examples:
-  calibrate.py --model DIR --prompt-ids sample.json --kv-dtype int8 --out scales.safetensors
-  run_decode.py --model DIR --kv-dtype int8 --kv-scales scales.safetensors --prompt "What is a page table?"
+  %(prog)s --model DIR --prompt-ids sample.json --kv-dtype int8 \\
+      --out scales.safetensors
+  {decode} --model DIR --kv-dtype int8 \\
+      --kv-scales scales.safetensors --prompt "What is a page table?"
 
-The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV heads, head width]). If all keys or values
-of a channel or head are zero, its scale is 1.
+The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV
+heads, head width]). If all keys or values of a channel or head are zero, its
+scale is 1.
 
 exit status:
-  0  written     2  wrong input, or not enough device memory: one line on stderr has the reason     130  interrupted
-  3  any other failure, such as scales that cannot be written: stderr has the reason
+  0    written
+  2    wrong input, or not enough device memory: one line on stderr has the
+       reason
+  3    any other failure, such as scales that cannot be written: stderr has the
+       reason
+  130  interrupted
 """
 
 
@@ -70,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
       UsageError: wrong options, or a wrong input file.
       Failure: the scales cannot be written or printed.
     """
+    enable_compilation_cache(options.prog, options)
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = read_config(options)
         prompts = _prompts(options, config)
@@ -93,6 +110,7 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
       UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
     options = _parser(prog).parse_args(argv)
+    options.prog = prog
     check_prompts(options)
     if not 1 <= options.tokens <= MOST_TOKENS:
         raise UsageError(f"--tokens: expected at least 1, at most {MOST_TOKENS}, got {options.tokens}")
@@ -101,10 +119,9 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
 
 
 def _parser(prog: str) -> Parser:
-    epilog = EPILOG
-    if prog != PROG:  # "pallas-attn calibrate", whose scales are for "pallas-attn decode"
-        epilog = EPILOG.replace("calibrate.py", prog).replace("run_decode.py", f"{prog.rpartition(' ')[0]} decode")
-    parser = Parser(prog, description=DESCRIPTION, epilog=epilog)
+    is_script = prog == PROG
+    decode = "run_decode.py" if is_script else f"{prog.rpartition(' ')[0]} decode"  # the command that reads the scales
+    parser = Parser(f"{prog}.py" if is_script else prog, description=DESCRIPTION, epilog=EPILOG.format(decode=decode))
     add_model(parser.add_mutually_exclusive_group(required=True))
     prompts = parser.add_mutually_exclusive_group()
     add_prompts(prompts)
@@ -112,6 +129,7 @@ def _parser(prog: str) -> Parser:
         "--tokens", type=integer, default=512, metavar="N", help="number of random tokens (default: 512)"
     )
     add_computation(parser)
+    add_compilation_cache(parser)
     parser.add_argument(
         "--kv-dtype", choices=("int8", "fp8"), default="int8", help="dtype of the cache (default: int8)"
     )

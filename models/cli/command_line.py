@@ -41,11 +41,13 @@ class Parser(argparse.ArgumentParser):
     Args:
       prog: name of the command.
       description, epilog: texts before and after the list of options. Their line breaks are kept.
+      usage: first line of the help; None for a list of all options.
     """
 
-    def __init__(self, prog: str, *, description: str, epilog: str):
+    def __init__(self, prog: str, *, description: str, epilog: str, usage: str | None = None):
         super().__init__(
             prog=prog,
+            usage=usage,
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,6 +92,21 @@ class StandardOutput(Console):
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails
         raise Failure("standard output was closed before everything was printed")
+
+
+class StandardError(Console):
+    """rich console for standard error. Printing does nothing if the reader has closed the pipe; a plain `Console` would
+    exit with status 1.
+
+    Args:
+      quiet: whether to print nothing.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(stderr=True, quiet=quiet)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from pathlib import Path
 
+from pallas_attn.models import compilation_cache
 from pallas_attn.models.cli.command_line import UsageError
+from pallas_attn.models.compilation_cache import ENVIRONMENT_VARIABLE
 
 RANDOM_MODELS = ("v3-tiny", "v32-tiny", "glm-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
 """Values of --random: names of configurations in `pallas_attn.models.config`."""
@@ -43,6 +47,25 @@ def add_computation(group: argparse._ActionsContainer) -> None:
         ' number of newest tokens, or {"window": [...], "sink_tokens": [...]} with one entry per KV head, where window'
         " null means no window",
     )
+
+
+def add_compilation_cache(group: argparse._ActionsContainer) -> None:
+    """Add --compilation-cache."""
+    group.add_argument(
+        "--compilation-cache",
+        metavar="DIR|off",
+        help="folder of compiled programs, with which later runs start faster; off for none (default:"
+        f" ${ENVIRONMENT_VARIABLE}, else ~/.cache/pallas_attn/xla). JAX_COMPILATION_CACHE_DIR overrides it",
+    )
+
+
+def enable_compilation_cache(prog: str, options: argparse.Namespace) -> None:
+    """Use the folder of --compilation-cache. If it cannot be used, print a warning of the command `prog`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compilation_cache.enable_compilation_cache(options.compilation_cache)
+    for warning in caught:
+        print(f"{prog}: warning: {warning.message}", file=sys.stderr)
 
 
 def check_prompts(options: argparse.Namespace) -> None:

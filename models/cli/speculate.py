@@ -18,6 +18,10 @@ from pallas_attn.models.engine import DraftModelProposer, MTPProposer, NGramProp
 NUM_DRAFTS = 4
 """Default number of drafts per request and step."""
 
+SHORT_RUN = 4096
+"""Maximum number of output tokens of a run in which compiling one program for each number of drafts would take longer
+than the better choices save."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeculateOption:
@@ -115,8 +119,16 @@ def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelCo
     return dataclasses.replace(config, num_nextn_predict_layers=1)
 
 
-def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation | None:
+def make_speculation(options: argparse.Namespace, model: Decoder, num_prompts: int) -> Speculation | None:
     """Return the `Speculation` of the options for a loaded model; None for "none".
+
+    Only numbers of drafts that the run can use are compiled: at most max_tokens - 2, since no draft follows the last
+    token and the first token has none. Short runs choose between no drafts and all drafts.
+
+    Args:
+      options: the options.
+      model: the model that verifies the drafts.
+      num_prompts: number of requests of the run.
 
     Raises:
       UsageError: the proposer cannot be made, for example because the folder has no model.
@@ -125,5 +137,9 @@ def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation
     if option is None:
         return None
     _, make = KINDS[option.kind]
+    num_drafts = option.num_drafts
+    if option.alternatives == 1:
+        num_drafts = min(num_drafts, max(options.max_tokens - 2, 1))
     with as_usage_error(ValueError, NotImplementedError, OSError, prefix="--speculate: "):
-        return Speculation(make(option, options, model), option.num_drafts)
+        is_short = num_prompts * options.max_tokens <= SHORT_RUN
+        return Speculation(make(option, options, model), num_drafts, few_programs=is_short)

@@ -8,7 +8,8 @@ The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`
 - `scheduler`: plans steps and allocates cache pages, in plain Python. `group_sizes` divides the cache memory between
   layers with different attention windows.
 - `runner`: owns weights and caches on the device, compiles steps and launches them. `compile_options`: XLA options.
-  `sampler`: sampling of tokens from logits.
+  `sampler`: sampling of tokens from logits. `logit_edits`: penalties, masks and other changes of logits before.
+  `logprobs`: log probabilities of tokens.
 - `step`: `plan` (the scheduler's plan of a step), `packed` (the plan as one array for the device), `plain` (the
   function that is compiled), `layered` (a step as several programs), `result` (tokens and logits on the device).
 - `speculation`: `proposer` (interface of draft proposers), `step` (a step that verifies drafts), `draft_control`
@@ -37,10 +38,14 @@ from pallas_attn.models.engine.kv_transfer.written_pages import ConsumerError as
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenChunk as WrittenChunk
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed as WrittenFeed
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenLayer as WrittenLayer
+from pallas_attn.models.engine.logit_edits import LogitsProcessor as LogitsProcessor
 from pallas_attn.models.engine.outputs import EngineStats as EngineStats
 from pallas_attn.models.engine.outputs import RequestOutput as RequestOutput
 from pallas_attn.models.engine.outputs import StepRecord as StepRecord
 from pallas_attn.models.engine.request import SamplingParams as SamplingParams
+from pallas_attn.models.engine.request import StructuredOutputs as StructuredOutputs
+from pallas_attn.models.engine.request import TokenFilter as TokenFilter
+from pallas_attn.models.engine.request import TokenLogprobs as TokenLogprobs
 from pallas_attn.models.engine.speculation.draft_model import DraftModelProposer as DraftModelProposer
 from pallas_attn.models.engine.speculation.mtp import MTPProposer as MTPProposer
 from pallas_attn.models.engine.speculation.ngram import NGramProposer as NGramProposer

@@ -19,7 +19,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from pallas_attn.models.decoder import KVScales, StepSizes, normal_mesh
+from pallas_attn.models.decoder.mesh import DATA
 from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.logit_edits import LogitsProcessor
 from pallas_attn.models.engine.speculation.proposer import Speculation
 
 
@@ -32,7 +34,8 @@ class EngineConfig:
         fewer pages and other layers get more (see `group_sizes`).
       page_size: tokens per page.
       max_batched_tokens: maximum number of new tokens per step, decode and prefill together.
-      max_num_seqs: maximum number of running requests; others wait.
+      max_num_seqs: maximum number of running requests; others wait. For sampling parameters, each running request has
+        4 · (vocabulary size) + 12 KiB of memory on each device, whether or not it uses them.
       max_prefill_seqs: maximum number of prefill rows (prompt chunks) per step; None for the smaller of max_num_seqs
         and 8.
       max_model_len: maximum number of tokens per sequence, prompt and output together; None for the model's limit.
@@ -56,6 +59,9 @@ class EngineConfig:
         this class except num_pages.
       speculate: proposer of drafts and number of drafts per step; None for decoding without drafts. Drafts change no
         token. They do not count towards max_batched_tokens.
+      max_logprobs: maximum of `SamplingParams.logprobs` and `SamplingParams.prompt_logprobs`. Steps compute this number
+        of log probabilities if a request wants any.
+      logits_processor: function of the user that changes the logits of every sampled token; None for none.
       history: number of finished requests, and of steps, whose records are stored. Older records are deleted. None to
         store all.
       mesh: devices that run each step together; the model must be loaded for the same mesh. None for one device. Heads
@@ -63,6 +69,9 @@ class EngineConfig:
         and context; experts over data and expert; and the tokens of each page over context. Each data rank (index along
         data) has its own requests. All sizes in this class are per data rank. Each device of a data rank has num_pages
         pages.
+      separate_prefill: whether steps with prompt tokens and without decode rows have their own programs. If False, they
+        run the programs of steps with both, with idle decode rows. This halves the number of programs for prompts, and
+        steps without decode rows take longer.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
@@ -86,6 +95,9 @@ class EngineConfig:
     history: int | None = 1024
     speculate: Speculation | None = None
     mesh: Mesh | None = None
+    max_logprobs: int = 20
+    logits_processor: LogitsProcessor | None = None
+    separate_prefill: bool = True
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -95,6 +107,10 @@ class EngineConfig:
         for name in ("num_pages", "page_size", "max_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.logits_processor is not None and not isinstance(self.logits_processor, LogitsProcessor):
+            raise ValueError(f"logits_processor: expected a LogitsProcessor or None, got {self.logits_processor!r}")
+        if not 0 <= self.max_logprobs <= 1000:
+            raise ValueError(f"max_logprobs: expected 0 to 1000, got {self.max_logprobs}")
         for name in ("max_prefill_seqs", "history"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1 or None, got {getattr(self, name)}")
@@ -137,12 +153,21 @@ class EngineConfig:
             max_prefill_seqs=self.prefill_seqs,
             decode_buckets=decode,
             prefill_buckets=prefill,
+            separate_prefill=self.separate_prefill,
+            mixed_steps=self.max_num_seqs > 1 or self.num_data_ranks > 1,
             batch_invariant=self.batch_invariant,
             cache_dtype=self.cache_dtype,
             kv_scales=self.kv_scales,
             groups=groups,
             speculate=self.speculate,
+            max_logprobs=self.max_logprobs,
+            logits_processor=self.logits_processor,
         )
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of data ranks: groups of devices with their own requests."""
+        return 1 if self.mesh is None else self.mesh.shape.get(DATA, 1)
 
     @property
     def prefill_seqs(self) -> int:
@@ -187,11 +212,15 @@ class RunnerConfig:
       max_prefill_seqs: maximum number of prefill rows per step.
       decode_buckets, prefill_buckets: numbers of decode rows, and of prefill tokens, to which steps are padded,
         ascending; the last number is the maximum.
+      separate_prefill: as in `EngineConfig`.
+      mixed_steps: whether a step may have decode rows and prompts. It may not if a single request runs at a time.
       cache_dtype: dtype of latents, or of keys and values; None for the model's dtype.
       kv_scales: static scales of quantised keys and values; None for one scale per token and head.
       groups: the model's cache groups; None for one group of all layers with tables of page ids.
       batch_invariant: whether all steps use the largest bucket, so that the bits of a row do not depend on other rows.
       speculate: proposer and number of drafts per decode row; None for decode rows of one token.
+      max_logprobs: maximum number of likeliest tokens whose log probabilities are returned per token.
+      logits_processor: function of the user that changes logits; None for none.
     """
 
     num_pages: int
@@ -204,8 +233,12 @@ class RunnerConfig:
     cache_dtype: DTypeLike | None = None
     kv_scales: KVScales | None = None
     groups: tuple[GroupSizes, ...] | None = None
+    separate_prefill: bool = True
+    mixed_steps: bool = True
     batch_invariant: bool = False
     speculate: Speculation | None = None
+    max_logprobs: int = 20
+    logits_processor: LogitsProcessor | None = None
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
@@ -217,8 +250,9 @@ class RunnerConfig:
 
         Steps with both decode rows and prompts are padded to the largest number of decode rows, and to the smallest or
         largest number of drafts. This limits the number of compiled programs, and idle decode rows cost little compared
-        with the prefill. Batch-invariant steps all use the largest bucket, because programs of different shapes round
-        differently.
+        with the prefill. Without `separate_prefill`, steps without decode rows use the same buckets, all with the
+        largest number of drafts. Batch-invariant steps all use the largest bucket, because programs of different shapes
+        round differently.
 
         Args:
           all_logits: whether steps return the logits of every prefill token.
@@ -226,11 +260,13 @@ class RunnerConfig:
         drafts, largest = self.draft_buckets, self.decode_buckets[-1]
         if self.batch_invariant:
             return [Bucket(largest, self.prefill_buckets[-1], all_logits, drafts[-1])]
-        decode_only = [Bucket(d, 0, num_drafts=n) for n in drafts for d in self.decode_buckets]
-        prefill_only = [Bucket(0, t, all_logits) for t in self.prefill_buckets]
-        ends = sorted({drafts[0], drafts[-1]})
-        mixed = [Bucket(largest, t, all_logits, n) for n in ends for t in self.prefill_buckets]
-        return decode_only + prefill_only + mixed
+        buckets = [Bucket(d, 0, num_drafts=n) for n in drafts for d in self.decode_buckets]
+        if self.separate_prefill or not self.mixed_steps:
+            buckets += [Bucket(0, t, all_logits) for t in self.prefill_buckets]
+        if self.mixed_steps:
+            ends = sorted({drafts[0], drafts[-1]}) if self.separate_prefill else drafts[-1:]
+            buckets += [Bucket(largest, t, all_logits, n) for n in ends for t in self.prefill_buckets]
+        return buckets
 
     @property
     def largest_step(self) -> StepSizes:
@@ -246,6 +282,10 @@ class RunnerConfig:
             kv_scales=self.kv_scales,
             decode_queries=1 + self.draft_buckets[-1],
         )
+
+    def num_rows(self, bucket: Bucket) -> int:
+        """Number of decode rows and prefill rows of a bucket, including padding."""
+        return bucket.decode_rows + (self.max_prefill_seqs if bucket.prefill_tokens else 0)
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the block tables of `rows` sequences for each cache group: [rows, P] of page ids, or

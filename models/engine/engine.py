@@ -53,8 +53,15 @@ from pallas_attn.models.engine.kv_transfer.engine_transfers import EngineTransfe
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.outputs import EngineStats, RequestId, RequestOutput
-from pallas_attn.models.engine.request import NONFINITE, Request, SamplingParams, as_integers
-from pallas_attn.models.engine.runner import Runner
+from pallas_attn.models.engine.request import (
+    MAX_EDITED_TOKENS,
+    NONFINITE,
+    Request,
+    SamplingParams,
+    TokenFilter,
+    as_integers,
+)
+from pallas_attn.models.engine.runner import OnCompiled, Runner
 from pallas_attn.models.engine.scheduler import RequestRefused
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step_log import LaunchedStep, StepLog
@@ -101,7 +108,7 @@ class Engine:
         check_mesh(model, config, processes)
         self.config = config
         self.max_model_len = checked_model_len(model, config)
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._eos_token_ids = model.config.vocab_size, tuple(model.config.eos_token_ids)
         self._capture_logits = capture_logits
         # With speculation, recorded step times affect the number of drafts per step. All processes must choose the same
         # number, but they measure different times. Therefore several processes record no times.
@@ -208,6 +215,9 @@ class Engine:
         """
         plans = step.result.plans
         rows = step.result.sampled()
+        for request, start, logprobs in step.result.prompt_logprobs():
+            # After an exception the prompt is computed again, so the list may have later entries already.
+            request.prompt_logprobs[start : start + len(logprobs)] = logprobs
         if step.result.logits is not None:
             for plan, logits in zip(plans, np.split(step.result.read(step.result.logits), len(plans)), strict=True):
                 self._store_logits(plan, logits)
@@ -263,12 +273,16 @@ class Engine:
 
     # --- requests
 
-    def warmup(self) -> float:
+    def warmup(self, on_compiled: OnCompiled | None = None) -> float:
         """Compile the step programs for all batch shapes that the engine pads steps to. On a GPU, also run each program
         with an empty batch, which loads its kernels.
 
         After this call no step compiles, unless `watch_written` is called later. Without this call, a program is
         compiled when the first step needs it.
+
+        Args:
+          on_compiled: function (number of compiled shapes, number of all shapes to compile) that is called when
+            compilation starts and whenever a shape has been compiled.
 
         Returns:
           Duration in seconds.
@@ -276,7 +290,8 @@ class Engine:
         before = self._runner.compile_s
         with self._changing():
             buckets = self._runner.buckets(self._capture_logits)
-            self._runner.compile(buckets)
+            self._runner.compile(buckets, on_compiled)
+            self._runner.compile_writes()
             if self._transfers.feed is not None and self._transfers.feed.is_open:
                 self._runner.compile_layers(buckets)
         return self._runner.compile_s - before
@@ -290,6 +305,7 @@ class Engine:
         salt: str = "",
         on_token: OnToken | None = None,
         incoming: IncomingPages | None = None,
+        token_filter: TokenFilter | None = None,
     ) -> RequestId:
         """Queue a request.
 
@@ -304,15 +320,19 @@ class Engine:
           on_token: function (request_id, token, finish_reason) that `step` calls for each token.
           incoming: receiver of pages of the prompt, from `receive_pages`. When the request is admitted (starts to run),
             it uses the pages that have arrived, and the receiver is closed.
+          token_filter: limits each next token of the request; None to allow all tokens.
 
         Returns:
           The request's id.
 
         Raises:
-          ValueError: an empty prompt, token ids that are not integers or not in the vocabulary, a request_id in use, or
-            an argument of the wrong type. Nothing is queued.
+          ValueError: an empty prompt, token ids that are not integers or not in the vocabulary, a request_id in use, an
+            argument of the wrong type, or `params` with a parameter that needs a tokenizer (see `SamplingParams`).
+            Nothing is queued.
         """
-        return self._add(prompt_ids, params, request_id, salt, on_token, incoming=incoming).request.request_id
+        return self._add(
+            prompt_ids, params, request_id, salt, on_token, incoming=incoming, token_filter=token_filter
+        ).request.request_id
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request. Its output keeps the tokens that have been read from the device.
@@ -538,6 +558,7 @@ class Engine:
         on_token: OnToken | None = None,
         *,
         incoming: IncomingPages | None = None,
+        token_filter: TokenFilter | None = None,
         own: list[TrackedRequest] | None = None,
     ) -> TrackedRequest:
         """Queue a request, or record its refusal. Arguments as `add_request`.
@@ -556,10 +577,11 @@ class Engine:
             raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
         if incoming is not None and not isinstance(incoming, IncomingPages):
             raise ValueError(f"incoming: expected the result of receive_pages or None, got {incoming!r}")
-        ids = self._checked_ids("prompt_ids", prompt_ids)
-        tracked = TrackedRequest(
-            Request(request_id, ids, params, salt), self._now(), on_token, is_owned=own is not None
-        )
+        if token_filter is not None and not isinstance(token_filter, TokenFilter):
+            raise ValueError(f"token_filter: expected an object with a method allowed, or None, got {token_filter!r}")
+        request = Request(request_id, self._checked_ids("prompt_ids", prompt_ids), params, salt, token_filter)
+        self._check_params(request)
+        tracked = TrackedRequest(request, self._now(), on_token, is_owned=own is not None)
         with self._changing():
             try:
                 self._ranks.add(tracked.request)
@@ -573,6 +595,27 @@ class Engine:
         if incoming is not None:
             self._transfers.awaited.append((tracked, incoming))
         return tracked
+
+    def _check_params(self, request: Request) -> None:
+        """Raise ValueError if the engine does not support the sampling parameters."""
+        params = request.params
+        if names := params.text_level():
+            raise ValueError(f"{', '.join(names)}: needs a tokenizer, which an engine does not have; use LLM")
+        self._checked_ids("stop_token_ids", params.stop_token_ids)
+        self._checked_ids("logit_bias", tuple(params.logit_bias))
+        self._checked_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if (number := len(params.edited_tokens(self._eos_token_ids))) > MAX_EDITED_TOKENS:
+            names = "logit_bias, stop_token_ids and the model's end-of-sequence tokens"
+            raise ValueError(f"{names}: expected at most {MAX_EDITED_TOKENS} different tokens, got {number}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > min(self.config.max_logprobs, self._vocab_size):
+                limit = f"at most EngineConfig.max_logprobs={self.config.max_logprobs} and the vocabulary size"
+                raise ValueError(f"{name}: expected {limit}, got {getattr(params, name)}")
+        processor = self.config.logits_processor
+        known = () if processor is None else processor.defaults
+        if unknown := [name for name in params.extra_args if name not in known]:
+            wanted = "names in the defaults of EngineConfig.logits_processor"
+            raise ValueError(f"extra_args: expected {wanted}, {list(known)}, got {unknown[0]!r}")
 
     def _checked_ids(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
         """Return token ids as a tuple; raise ValueError if an id is not an integer or not in the vocabulary."""

@@ -10,8 +10,9 @@ admitted when it starts to run, and again after each preemption.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from pallas_attn.models.engine.request import FinishReason
+from pallas_attn.models.engine.request import FinishReason, TokenLogprobs
 
 type RequestId = int | str
 
@@ -32,6 +33,9 @@ class RequestOutput:
       itl_s: seconds between consecutive tokens; 0 between tokens of the same step.
       drafted: entry i is the number of steps that verified a draft i + 1 positions after the newest token.
       accepted: entry i is the number of steps that accepted a draft i + 1 positions after the newest token.
+      logprobs: log probabilities of each of `output_ids`; None if `SamplingParams.logprobs` is None.
+      prompt_logprobs: log probabilities of each prompt token that has been computed: None for the first token, which
+        follows no token, then one entry per token. None if `SamplingParams.prompt_logprobs` is None.
     """
 
     request_id: RequestId
@@ -44,6 +48,8 @@ class RequestOutput:
     itl_s: list[float]
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from pallas_attn import compile_ahead
-from pallas_attn.models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
+from pallas_attn.models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, split_module, with_settings
 from pallas_attn.models.decoder.mesh import DATA, cache_partition
 from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM, gpu_options
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
@@ -25,6 +25,8 @@ from pallas_attn.models.engine.distributed.processes import Processes
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cache_rows import CacheRows
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
+from pallas_attn.models.engine.logit_edits import EditState, pack_writes, write_size, write_slot
+from pallas_attn.models.engine.request import RowFlags
 from pallas_attn.models.engine.speculation.step import (
     SpeculativeState,
     allocate_state,
@@ -38,6 +40,9 @@ from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import run_step
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step.result import StepResult
+
+type OnCompiled = Callable[[int, int], object]
+"""Function that receives the number of compiled buckets and the number of all buckets to compile."""
 
 
 class Runner:
@@ -56,10 +61,12 @@ class Runner:
         """
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
+        config = dataclasses.replace(config, max_logprobs=min(config.max_logprobs, model.config.vocab_size))
         self._config, self._mesh, self._processes = config, model.mesh, processes
         self._num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
         self._step, self._weights = split_model(model)
+        self._rebuild, _ = split_module(model)
         self._model = model
         self._prepare_state(model)
         self._rows = CacheRows(model, config, self._specs)
@@ -68,21 +75,25 @@ class Runner:
         self.compile_s = 0.0
         self._caches: Caches = ()
         self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
+        self._edits: Any = None  # EditState
+        self._no_masks: dict[int, Array] = {}
+        self._write_slot: Any = None
         self._allocate()
 
     def _prepare_state(self, model: Decoder) -> None:
-        """Set the shapes of the caches, and the function that allocates caches and last tokens."""
+        """Set the shapes of the caches, and the function that allocates caches, last tokens and the state of edits."""
         config = self._config
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
         self._specs = model.cache_specs(pages, *cache)
-        self._make_state: Callable[[], tuple[Caches, Any]] = lambda: (
+        self._make_state: Callable[[], tuple[Caches, Any, EditState]] = lambda: (
             model.allocate_caches(pages, *cache),
             self._make_last_tokens(),
+            EditState.allocate(config.max_num_seqs, model.config.vocab_size),
         )
         if model.mesh is not None:
             rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
-            self._state_specs = cache_partition(model.part, self._specs), rows
+            self._state_specs = cache_partition(model.part, self._specs), rows, PartitionSpec(DATA)
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
 
     def _prepare_programs(self, model: Decoder) -> None:
@@ -120,14 +131,27 @@ class Runner:
     def reset(self) -> None:
         """Drop the caches, which may be invalid after an interrupted step. The next step allocates empty caches. This
         call does not use the device, so it succeeds if the device has failed."""
-        self._last_tokens, self._caches = None, ()
+        self._last_tokens, self._caches, self._edits, self._no_masks = None, (), None, {}
 
     def _allocate(self) -> Int32[Array, "slots"] | SpeculativeState:
         """Allocate empty caches if there are none. Return the last sampled tokens (with speculation its state)."""
         if self._last_tokens is None:
-            self._caches = ()  # memory may not hold old and new caches together
-            self._caches, self._last_tokens = self._make_state()
+            self._caches, self._edits = (), None  # memory may not hold old and new caches together
+            self._caches, self._last_tokens, self._edits = self._make_state()
+            for num_rows in {self._config.num_rows(bucket) for bucket in self.buckets()}:
+                self._no_masks[num_rows] = self._put(np.zeros(self._mask_shape(num_rows), np.uint32))
         return self._last_tokens
+
+    def _mask_shape(self, num_rows: int) -> tuple[int, int]:
+        """Shape of the bit masks of allowed tokens of all data ranks, with `num_rows` rows per rank."""
+        return self._num_ranks * num_rows, -(-self._model.config.vocab_size // 32)
+
+    def _put(self, array: np.ndarray) -> Array:
+        """Copy an array to the devices, one part per data rank along axis 0."""
+        if self._placement is None or self._placement.is_fully_addressable:
+            return jax.device_put(array, self._placement)
+        # `jax.device_put` would run a collective operation to compare the values of all processes
+        return jax.make_array_from_callback(array.shape, self._placement, array.__getitem__)
 
     def _make_last_tokens(self) -> Int32[Array, "slots"] | SpeculativeState:
         speculate = self._config.speculate
@@ -202,8 +226,11 @@ class Runner:
             if num_drafts <= bucket.num_drafts
         )
 
-    def compile(self, buckets: Sequence[Bucket]) -> None:
+    def compile(self, buckets: Sequence[Bucket], on_compiled: OnCompiled | None = None) -> None:
         """Compile the buckets that are not compiled yet.
+
+        `on_compiled`, if given, receives the number of finished buckets and the number of new buckets: at the start,
+        and whenever a bucket is finished.
 
         XLA spends most of its time on one core, so each bucket compiles in a thread while later buckets are traced, and
         kernels compile in further threads. On a GPU every compiled step then runs twice without rows: the first run
@@ -214,8 +241,25 @@ class Runner:
         if not new:
             return
         with contextlib.nullcontext() if self._processes is None else self._processes.busy(), self._timing():
-            self._compiled |= self._compile({bucket: self._split_of(bucket) for bucket in new})
+            self._compiled |= self._compile({bucket: self._split_of(bucket) for bucket in new}, on_compiled)
             self._warm_up()
+
+    def compile_writes(self) -> None:
+        """Compile the program that writes the state of a request slot, if it is not compiled yet."""
+        if self._write_slot is not None:
+            return
+        with contextlib.nullcontext() if self._processes is None else self._processes.busy(), self._timing():
+            self._allocate()
+            function: Any = write_slot
+            if self._mesh is not None:
+                of_ranks = PartitionSpec(DATA)
+                function = over_mesh(function, self._mesh, (of_ranks, of_ranks), of_ranks)
+            size = self._num_ranks * write_size()
+            packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
+            self._write_slot = jax.jit(function, donate_argnums=0).lower(self._edits, packed).compile()
+            idle = np.zeros((self._num_ranks, write_size()), np.int32)
+            idle[:, 0] = -1
+            self._edits = self._write_slot(self._edits, self._put(idle.reshape(-1)))  # loads the program
 
     @contextlib.contextmanager
     def _timing(self) -> Iterator[None]:
@@ -228,13 +272,17 @@ class Runner:
         """Return how steps of a bucket are split into programs; None for a single program."""
         return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
-    def _compile(self, new: Mapping[Bucket, LayeredStep | None]) -> dict[Bucket, Any]:
+    def _compile(
+        self, new: Mapping[Bucket, LayeredStep | None], on_compiled: OnCompiled | None = None
+    ) -> dict[Bucket, Any]:
         """Compile the step of each bucket: as one program, or as several programs if a `LayeredStep` is given.
 
-        A compiled step takes (weights, caches, last tokens, packed).
+        A compiled step takes (weights, caches, last tokens, packed, edits, masks).
         """
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
+        report = on_compiled or _ignore
+        report(0, len(new))
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
             compiled: dict[Bucket, Callable[[], Any]] = {}
             for bucket, layered in new.items():
@@ -247,24 +295,37 @@ class Runner:
                     compiled[bucket] = start(self._lower(bucket, last_tokens)).result
                 else:
                     with _without_source_lines():
-                        compiled[bucket] = layered.compile(bucket, self._weights, self._caches, last_tokens, start)
-            return {bucket: result() for bucket, result in compiled.items()}
+                        state = self._caches, last_tokens, self._edits, self._no_masks[self._config.num_rows(bucket)]
+                        compiled[bucket] = layered.compile(bucket, self._weights, *state, start)
+            steps: dict[Bucket, Any] = {}
+            for bucket, result in compiled.items():
+                steps[bucket] = result()
+                report(len(steps), len(new))
+            return steps
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Trace and lower the step of a bucket. On a mesh the program is the part of each device."""
-        function = functools.partial(self._function, self._step, self._config, bucket)
+        function = functools.partial(
+            self._function,
+            self._step,
+            self._config,
+            bucket,
+            logits_of=lambda weights, hidden: self._rebuild(weights).logits(hidden),
+        )
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
-            arguments = (specs_of(self._all_weights()), *self._state_specs, of_ranks)
+            caches, last, edits = self._state_specs
+            arguments = specs_of(self._all_weights()), caches, last, of_ranks, edits, of_ranks
             if self._processes is not None:  # every process reads the tokens of all ranks
                 function = _gathering(function)
             read = of_ranks if self._processes is None else PartitionSpec()
-            function = over_mesh(function, self._mesh, arguments, (read, read, *self._state_specs))
+            function = over_mesh(function, self._mesh, arguments, (read, read, read, *self._state_specs))
         size = self._num_ranks * PackedStep.size(self._config, bucket)
         packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
-        donating = jax.jit(function, donate_argnums=(1, 2))
+        masks = self._no_masks[self._config.num_rows(bucket)]
+        donating = jax.jit(function, donate_argnums=(1, 2, 4))
         with _without_source_lines():
-            return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
+            return donating.lower(self._all_weights(), self._caches, last_tokens, packed, self._edits, masks)
 
     def cut_steps(self, num_programs: int) -> None:
         """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""
@@ -320,17 +381,17 @@ class Runner:
         if on_layer is not None:
             return self._launch_layers(plans, bucket, rows, on_layer)
         self.compile([bucket])
+        self._write_slots(plans)
+        packed, masks = self._pack(bucket, plans), self._masks(bucket, plans)
         if self._processes is None:
-            tokens, logits = self._run(self._compiled[bucket], self._pack(bucket, plans))
+            results = self._run(self._compiled[bucket], packed, bucket, masks)
             read: Callable[[Array], np.ndarray] = np.asarray
         else:
-            packed = self._pack(bucket, plans)
-            read = self._processes.announce(f"step {self._num_steps}", repr(bucket).encode(), packed.tobytes())
+            contents = [packed.tobytes(), *([] if masks is None else [masks.tobytes()])]
+            read = self._processes.announce(f"step {self._num_steps}", repr(bucket).encode(), *contents)
             with self._processes.blamed():
-                tokens, logits = self._run(self._compiled[bucket], packed)
-        self._num_steps += 1
-        tokens.copy_to_host_async()
-        return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None, read)
+                results = self._run(self._compiled[bucket], packed, bucket, masks)
+        return self._launched(plans, bucket, results, read)
 
     def _launch_layers(
         self,
@@ -342,17 +403,74 @@ class Runner:
         """Start a step as several programs of consecutive layers, and copy page rows after each program."""
         step = self.compile_layers([bucket]).compiled[bucket]
         copying = copying_rows(rows, self._config.groups or (), on_layer)
-        tokens, logits = self._run(functools.partial(step, on_program=copying), self._pack(bucket, plans))
+        self._write_slots(plans)
+        packed, masks = self._pack(bucket, plans), self._masks(bucket, plans)
+        results = self._run(functools.partial(step, on_program=copying), packed, bucket, masks)
+        return self._launched(plans, bucket, results)
+
+    def _launched(
+        self,
+        plans: Sequence[StepPlan | None],
+        bucket: Bucket,
+        results: tuple[Array, Array, Array | None],
+        read: Callable[[Array], np.ndarray] = np.asarray,
+    ) -> StepResult:
+        """Start the copies of the results of a step to the host."""
+        tokens, logprobs, logits = results
         self._num_steps += 1
         tokens.copy_to_host_async()
-        return StepResult(tuple(plans), tokens, bucket, logits)
+        wants = any(
+            plan.wants_prompt_logprobs or any(row.request.flags & RowFlags.LOGPROBS for row in plan.sampling_rows)
+            for plan in plans
+            if plan is not None
+        )
+        if wants:
+            logprobs.copy_to_host_async()
+        speculates = self._config.speculate is not None
+        return StepResult(tuple(plans), tokens, bucket, logits, speculates, read, logprobs if wants else None)
+
+    def _write_slots(self, plans: Sequence[StepPlan | None]) -> None:
+        """Write the state of the request slots whose prompt ends in this step and that need a state."""
+        model = self._model.config
+        for rank, plan in enumerate(plans):
+            for row in () if plan is None else plan.prefill:
+                if row.samples and row.request.flags & (RowFlags.PENALTIES | RowFlags.TOKENS):
+                    self.compile_writes()
+                    self._allocate()
+                    for write in pack_writes(row.request, row.request_slot, model.eos_token_ids, model.vocab_size):
+                        packed = np.full((self._num_ranks, write_size()), -1, np.int32)  # a negative slot: no write
+                        packed[rank] = write
+                        self._edits = self._write_slot(self._edits, self._put(packed.reshape(-1)))
+
+    def _masks(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> np.ndarray | None:
+        """Return the bit masks of allowed tokens, uint32 [ranks · rows, W]; None if no row has a token filter.
+
+        Raises:
+          ValueError: a token filter returned an array of another shape or dtype.
+        """
+        num_rows = self._config.num_rows(bucket)
+        shape = self._mask_shape(num_rows)
+        masks: np.ndarray | None = None
+        for rank, plan in enumerate(plans):
+            begun = [] if plan is None else [*enumerate(plan.decode), *enumerate(plan.prefill, bucket.decode_rows)]
+            for i, row in begun:
+                request = row.request
+                if not row.samples or request.token_filter is None:
+                    continue
+                masks = np.zeros(shape, np.uint32) if masks is None else masks
+                mask = request.token_filter.allowed(request.output_ids)
+                if mask is not None and (mask.shape != shape[1:] or mask.dtype != np.uint32):
+                    got = f"{mask.dtype} {list(mask.shape)} for request {request.request_id!r}"
+                    raise ValueError(f"token_filter: expected masks uint32 [{shape[1]}], got {got}")
+                masks[rank * num_rows + i] = np.uint32(2**32 - 1) if mask is None else mask
+        return masks
 
     def run_idle(self, bucket: Bucket) -> None:
         """Run a compiled bucket without rows and wait for it. Caches and tokens do not change."""
         self._run_idle(bucket, self._compiled[bucket])
 
     def _run_idle(self, bucket: Bucket, step: Any) -> None:
-        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks)))
+        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks), bucket))
 
     def _all_weights(self) -> Any:
         """Return the target's weights; with speculation (target's, proposer's). A proposer may replace its weights
@@ -364,19 +482,22 @@ class Runner:
         """Pack the metadata of all data ranks into one array."""
         idle = StepPlan((), (), self._config.empty_tables)
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
+        if any(plan is not None and plan.wants_prompt_logprobs for plan in plans):
+            for packed in of_ranks:  # all devices must agree whether they compute logits of prompt tokens
+                PackedStep.of(self._config, bucket, packed).wants_prompt_logprobs[:] = 1
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
 
-    def _run(self, step: Callable[..., Any], packed: Int32[np.ndarray, "n"]) -> tuple[Array, Array | None]:
-        """Start a compiled step. Return its sampled tokens, and its logits if the bucket has all_logits."""
-        if self._placement is None or self._placement.is_fully_addressable:
-            on_devices = jax.device_put(packed, self._placement)
-        else:  # `jax.device_put` would run a collective operation to compare the values of all processes
-            on_devices = jax.make_array_from_callback(packed.shape, self._placement, packed.__getitem__)
-        last_tokens = self._allocate()
-        tokens, logits, self._caches, self._last_tokens = step(
-            self._all_weights(), self._caches, last_tokens, on_devices
+    def _run(
+        self, step: Callable[..., Any], packed: Int32[np.ndarray, "n"], bucket: Bucket, masks: np.ndarray | None = None
+    ) -> tuple[Array, Array, Array | None]:
+        """Start a compiled step. Return its sampled tokens, their log probabilities, and its logits if the bucket has
+        all_logits."""
+        on_devices, last_tokens = self._put(packed), self._allocate()
+        of_masks = self._no_masks[self._config.num_rows(bucket)] if masks is None else self._put(masks)
+        tokens, logprobs, logits, self._caches, self._last_tokens, self._edits = step(
+            self._all_weights(), self._caches, last_tokens, on_devices, self._edits, of_masks
         )
-        return tokens, logits
+        return tokens, logprobs, logits
 
 
 @contextlib.contextmanager
@@ -392,16 +513,20 @@ def _without_source_lines() -> Iterator[None]:
         jax.config.update(name, limit)
 
 
+def _ignore(num_compiled: int, num_buckets: int) -> None:
+    """`OnCompiled` that does nothing."""
+
+
 def _is_on_gpu(arrays: Any) -> bool:
     return all(device.platform == "gpu" for device in jax.tree.leaves(arrays)[0].devices())
 
 
 def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the step return the tokens and logits of all data ranks on every device."""
+    """Make the step return the tokens, log probabilities and logits of all data ranks on every device."""
 
     def gathered(*arguments: Any) -> tuple[Any, ...]:
-        tokens, logits, *state = function(*arguments)
+        *read, caches, last_tokens, edits = function(*arguments)
         everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
-        return everyone(tokens), None if logits is None else everyone(logits), *state
+        return *jax.tree.map(everyone, read), caches, last_tokens, edits
 
     return gathered

@@ -60,6 +60,10 @@ class Scheduler:
     in flight. After these, the request is admitted again as soon as every cache group has room for all its tokens. The
     tokens that the prefix cache does not have are then computed again.
 
+    Token filters. The token filter of a request needs all tokens of the request. A request with a token filter is
+    therefore not scheduled while one of its tokens is in flight: next to other requests, it has a row in every second
+    step. It has no drafts.
+
     Progress. The oldest running request can preempt all others. When no other request runs, the size of its prompt
     chunks is limited to the free pages. Therefore it reaches its end, or the length that the pools can hold.
 
@@ -242,6 +246,7 @@ class Scheduler:
                 request.num_computed = min(computed, self._limit(request) - 1)
             if row.num_drafts:
                 self._count_drafts(row, got, len(new) - 1)
+            request.logprobs.extend(got.logprobs[: len(new)])  # before the tokens, so that every token has an entry
             request.token_ids.extend(token for token in new if token != NONFINITE)
             self._publish(request)
             if reason:
@@ -318,6 +323,8 @@ class Scheduler:
             request
             for request in self._running
             if not request.is_prefilling and not self._is_full_length(request, request.num_tokens)
+            # The mask of a token filter depends on all earlier tokens, so the host must have read them.
+            if request.token_filter is None or not request.num_in_flight
         ]
         wanted = 0 if self._draft_control is None else self._draft_control.num_drafts(decoding)
         # Every request gets a page for its next token before any request gets pages for drafts.
@@ -400,6 +407,8 @@ class Scheduler:
         if request.num_in_flight:
             return None  # it was preempted; its tokens in flight become part of the prefill, so the host must know them
         cache, known = self._prefix_cache, request.token_ids
+        if request.params.prompt_logprobs is not None:
+            cache = None  # log probabilities need the logits of all prompt tokens
         prefix = None if cache is None else cache.lookup(known, request.salt)
         step_tokens = self._max_batched_tokens
         if self._running and not self._pools.has_room(len(known), step_tokens=step_tokens, prefix=prefix):
@@ -436,8 +445,11 @@ class Scheduler:
         """Allocate free pages for drafts of a decode row. The row already has a page for its token.
 
         Returns:
-            Number of drafts: `wanted`, or fewer if the request ends before; 0 if too few pages are free.
+            Number of drafts: `wanted`, or fewer if the request ends before; 0 if too few pages are free, or if the
+            request has a token filter, whose masks after the drafts are unknown.
         """
+        if request.token_filter is not None:
+            return 0
         num_drafts = max(min(wanted, self._limit(request) - request.num_tokens - 1), 0)
         return num_drafts if num_drafts and self._allocate(request, self._end_of_row(request, num_drafts)) else 0
 

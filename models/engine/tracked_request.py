@@ -71,16 +71,20 @@ class TrackedRequest:
         return request.token_ids[at], request.finish_reason if ends else None
 
     def output(self) -> RequestOutput:
-        times = self.token_times
+        times, output_ids = self.token_times, self.request.output_ids
+        wants_logprobs = self.request.params.logprobs is not None
+        wants_prompt = self.request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self.request.num_cached or 0,
-            output_ids=self.request.output_ids,
+            output_ids=output_ids,
             finish_reason=self.finish_reason,
             refusal=self.refusal,
             ttft_s=times[0] - self.added_s if times else None,
             itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],
             drafted=self.request.drafted,
             accepted=self.request.accepted,
+            logprobs=self.request.logprobs[: len(output_ids)] if wants_logprobs else None,
+            prompt_logprobs=[None, *self.request.prompt_logprobs] if wants_prompt else None,
         )

@@ -70,7 +70,7 @@ from pallas_attn.models.decoder import (
     with_settings,
 )
 from pallas_attn.models.decoder.mesh import replicated, spans_processes
-from pallas_attn.models.engine.request import NONFINITE, SamplingParams
+from pallas_attn.models.engine.request import NONFINITE, Request, RowFlags, SamplingParams
 from pallas_attn.models.engine.sampler import SamplingRows, losses, sample
 
 TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
@@ -382,7 +382,17 @@ class PlainRun:
         return _with_excess(check, rounding.largest)
 
     def choose(self, decoded: Decoded) -> Choices:
-        """Choose a token after the prompt and after each output token, and compute the losses of the output tokens."""
+        """Choose a token after the prompt and after each output token, and compute the losses of the output tokens.
+
+        Raises:
+          NotImplementedError: the request has parameters that change logits depending on earlier tokens or by token id.
+        """
+        flags = Request("verified", tuple(decoded.prompt_ids), decoded.params).flags
+        if flags & (RowFlags.PENALTIES | RowFlags.TOKENS) or decoded.params.extra_args:
+            raise NotImplementedError(
+                "params: the plain run has no repetition_penalty, presence_penalty, frequency_penalty, logit_bias,"
+                " allowed_token_ids, min_tokens and extra_args"
+            )
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
         padded = pad_tokens(tokens)
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
@@ -394,6 +404,7 @@ class PlainRun:
             temperature=jnp.full(rows.shape, params.temperature, jnp.float32),
             top_k=jnp.full(rows.shape, min(params.top_k, np.iinfo(np.int32).max), jnp.int32),
             top_p=jnp.full(rows.shape, params.top_p, jnp.float32),
+            min_p=jnp.full(rows.shape, params.min_p, jnp.float32),
             seed=jnp.full(rows.shape, params.seed, jnp.uint32),
             position=jnp.asarray(rows + 1),
         )

@@ -22,6 +22,7 @@ from pallas_attn.models.engine import DraftRows, DraftTree, NGramProposer, Propo
 from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket, EngineConfig, RunnerConfig
 from pallas_attn.models.engine.group_sizes import group_sizes
+from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range
 from pallas_attn.models.engine.step.packed import PackedStep
@@ -76,11 +77,11 @@ def step(
     sizes = _sizes(config, speculate)
     arguments = _arguments(model, sizes, bucket)
 
-    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
+    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any, edits: Any, masks: Any) -> Any:
         run, _ = split_model(model)
         if speculate is not None:
-            return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed)
-        return run_step(run, sizes, bucket, weights, caches, last_tokens, packed)
+            return run_speculative_step(run, sizes, bucket, (weights, ()), caches, last_tokens, packed, edits, masks)
+        return run_step(run, sizes, bucket, weights, caches, last_tokens, packed, edits, masks)
 
     return Case(
         call,
@@ -105,6 +106,7 @@ def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case
     layered = LayeredStep(model, sizes, num_programs)
     layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
     arguments["caches"] = arguments["caches"][: len(layers)]
+    del arguments["edits"], arguments["masks"]  # sampling is in another program
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
@@ -143,6 +145,8 @@ def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str,
         "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
         "last_tokens": _last_tokens(model.config, sizes),
         "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
+        "edits": jax.eval_shape(lambda: EditState.allocate(sizes.max_num_seqs, model.config.vocab_size)),
+        "masks": shape(sizes.num_rows(bucket), -(-model.config.vocab_size // 32), dtype=jnp.uint32),
     }
 
 
@@ -191,11 +195,11 @@ ENGINE = {
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
-    "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
-    "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE),
+    # Verifying drafts takes up to six arrays of logits, each with 320 rows in float32: model's, edited, four to draw.
+    "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM, temporaries=768 * 2**20),
+    "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE, temporaries=768 * 2**20),
     "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
-    # Verifying drafts takes four arrays of logits, each with 320 rows in float32 (257 MB).
-    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
+    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1664 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
 }

@@ -43,6 +43,7 @@ from pallas_attn.models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition
 from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.group_sizes import group_sizes
+from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import run_step
 from tests.aot import device, engine
@@ -120,19 +121,22 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
     specs = [PartitionSpec(HEADS) if one.shape != own.shape else WHOLE for one, own in leaves]
     run, _ = split_model(model)
     weights = jax.tree.leaves(nnx.state(model))
-    arguments = (specs, caches, WHOLE, WHOLE)
+    arguments = (specs, caches, WHOLE, WHOLE, WHOLE, WHOLE)
     own = (
         weights,
         jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
         jax.ShapeDtypeStruct((sizes.max_num_seqs,), jnp.int32),
         jax.ShapeDtypeStruct((PackedStep.size(sizes, bucket),), jnp.int32),
+        jax.eval_shape(lambda: EditState.allocate(sizes.max_num_seqs, config.vocab_size)),
+        jax.ShapeDtypeStruct((sizes.num_rows(bucket), -(-config.vocab_size // 32)), jnp.uint32),
     )
 
     def step(*given: Any) -> Any:
         return run_step(run, sizes, bucket, *given)
 
-    split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
-    lowered = jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments))
+    split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, WHOLE, caches, WHOLE, WHOLE))
+    specs_of_own = (*arguments[:4], jax.tree.map(lambda _: WHOLE, own[4]), WHOLE)
+    lowered = jax.jit(split, donate_argnums=(1, 2, 4)).lower(*jax.tree.map(shape, own, specs_of_own))
     return dict(Counter(collectives(str(lowered.compile(gpu_options(on_mesh=True)).as_text()))))
 
 

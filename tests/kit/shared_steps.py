@@ -50,10 +50,10 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         if config.speculate is None:  # the weights of a proposer are not part of the description
             ALIKE[self] = description(model, config)
 
-    def compiling(self: Runner, buckets: Sequence[Bucket]) -> None:
+    def compiling(self: Runner, buckets: Sequence[Bucket], *rest: Any) -> None:
         known = compiled_steps.setdefault(ALIKE[self], {}) if self in ALIKE else {}
         self._compiled |= {bucket: known[bucket] for bucket in buckets if bucket in known}
-        compile_steps(self, buckets)
+        compile_steps(self, buckets, *rest)
         known |= self._compiled
 
     def plain(self: Any, model: Any, max_output: int, cache_dtype: Any = None, kv_scales: Any = None) -> None:

@@ -30,7 +30,7 @@ SIZES = EngineConfig(
 )
 
 
-def draw_bits(logits, rows):
+def draw_bits(logits, rows, edit):
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     odd = 2 * jnp.arange(logits.shape[-1], dtype=jnp.int32) + 1
     mixed = jnp.sum(bits * odd[None], axis=-1, dtype=jnp.int32)  # wraps around, so the sum does not depend on the order

@@ -120,13 +120,14 @@ def test_tokens_with_drafts_have_the_distribution_of_the_model(kind: str):
     draft of the first token, and again after the sampled token if the draft is rejected. The test is a chi-square test
     over all pairs."""
     table = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)) * 1.5, jnp.float32)
-    temperature, top_k, top_p, start = 0.9, 5, 0.95, 2
+    temperature, top_k, top_p, min_p, start = 0.9, 5, 0.95, 0.01, 2
 
     def rows(position: int) -> SamplingRows:
         return SamplingRows(
             temperature=jnp.full(N, temperature, jnp.float32),
             top_k=jnp.full(N, top_k, jnp.int32),
             top_p=jnp.full(N, top_p, jnp.float32),
+            min_p=jnp.full(N, min_p, jnp.float32),
             seed=jnp.arange(N, dtype=jnp.uint32),
             position=jnp.full(N, position, jnp.int32),
         )

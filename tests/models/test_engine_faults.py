@@ -24,7 +24,7 @@ import pallas_attn.cache
 import pallas_attn.models.engine
 from pallas_attn.models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
 from pallas_attn.models.engine import engine as engine_module
-from pallas_attn.models.engine.request import NONFINITE
+from pallas_attn.models.engine.request import NONFINITE, Request, TokenLogprobs
 from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
@@ -86,6 +86,17 @@ class FakeResult:
     def sampled(self) -> list[RowTokens]:
         return self.rows
 
+    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
+        each = []
+        for row in self.plans[0].prefill:
+            ids = row.request.prompt_ids[row.start + 1 : row.start + 1 + row.num_scored]
+            each += [(row.request, row.start, logprobs_of(ids))] if ids else []
+        return each
+
+
+def logprobs_of(tokens: Sequence[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token, -1.0, 1, ()) for token in tokens]
+
 
 class FakeRunner:
     """Replacement of the engine's runner that has no device and computes tokens from the contents of the pages.
@@ -135,7 +146,7 @@ class FakeRunner:
                 max(got[-1], 0),
                 len(seen) - drafts + len(got),
             )
-        return RowTokens(got, drafts)
+        return RowTokens(got, drafts, logprobs_of(got) if row.request.params.logprobs is not None else ())
 
     def store(self, places: list[Any], seen: list[Any]) -> None:
         self.memory |= zip(places, seen, strict=True)
@@ -240,6 +251,11 @@ class FaultyTraffic:
                 continue
             output = self.engine.output(request_id)
             assert output.output_ids[: len(before)] == before
+            if output.logprobs is not None:
+                assert [logprob.token_id for logprob in output.logprobs] == output.output_ids
+            if output.prompt_logprobs is not None and output.output_ids:
+                prompt = self.engine._tracked[request_id].request.prompt_ids
+                assert list(output.prompt_logprobs) == [None, *logprobs_of(prompt[1:])]
             assert tuple(output.output_ids) == self.asked[request_id].wanted[0][: len(output.output_ids)]
             self.arrived[request_id] = output.output_ids
         self.engine.stats()
@@ -289,7 +305,10 @@ def asks_fake(draw: random.Random) -> Asked:
     if draw.random() < 0.2:
         prompt.append(BROKEN)
     params = SamplingParams(
-        max_tokens=draw.randint(1, 12), stop_token_ids=tuple(range(0, BROKEN, draw.choice((5, 100))))
+        max_tokens=draw.randint(1, 12),
+        stop_token_ids=tuple(range(0, BROKEN, draw.choice((5, 100)))),
+        logprobs=draw.choice([None, None, 0]),
+        prompt_logprobs=draw.choice([None, None, None, 0]),
     )
     return Asked(tuple(prompt), params, draw.choice(["", "", "other"]))
 

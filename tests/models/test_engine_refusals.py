@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine import Engine, EngineConfig, SamplingParams, StructuredOutputs
 from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model, plain
 
 
@@ -37,7 +37,12 @@ def test_numpy_integers_are_accepted_as_a_prompt():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
-    ("wrong", "match"), [({"request_id": [1]}, "request_id: expected an int or a str"), ({"on_token": 5}, "on_token")]
+    ("wrong", "match"),
+    [
+        ({"request_id": [1]}, "request_id: expected an int or a str"),
+        ({"on_token": 5}, "on_token"),
+        ({"token_filter": 5}, "token_filter"),
+    ],
 )
 def test_invalid_id_or_callback_is_rejected(wrong, match):
     with pytest.raises(ValueError, match=match):
@@ -115,3 +120,20 @@ def test_invalid_settings_are_rejected(wrong, match):
 def test_max_model_len_above_the_model_is_rejected():
     with pytest.raises(ValueError, match="max_model_len"):
         Engine(model(), EngineConfig(max_model_len=129))
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        (SamplingParams(stop="end"), "stop: needs a tokenizer, which an engine does not have; use LLM"),
+        (SamplingParams(temperature=1.0, n=2, bad_words=["no"]), "n, bad_words: needs a tokenizer"),
+        (SamplingParams(structured_outputs=StructuredOutputs(regex="a")), "structured_outputs: needs a tokenizer"),
+        (SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids: expected ids from 0 to 63, got 64"),
+        (SamplingParams(logit_bias={-1: 1.0}), "logit_bias: expected ids from 0 to 63, got -1"),
+        (SamplingParams(allowed_token_ids=[3, VOCAB_SIZE]), "allowed_token_ids: expected ids from 0 to 63, got 64"),
+    ],
+)
+def test_parameters_that_the_engine_cannot_apply_are_rejected(params: SamplingParams, match: str):
+    with pytest.raises(ValueError, match=match):
+        engine("ample").add_request(PROMPTS[0], params)
+    assert not engine("ample").has_unfinished

@@ -145,13 +145,19 @@ def test_tables_and_slots_of_several_cache_groups():
     ids=str,
 )
 def test_compiled_step_copies_no_cache(runner, bucket):
-    """The output caches of a compiled step use the memory of the donated caches, and no cache is copied."""
+    """The output caches, and the states of request slots, of a compiled step use the memory of the donated ones, and
+    none of them is copied."""
     runner.compile([bucket])
-    compiled = runner._compiled[bucket]
-    assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
-    shape = ",".join(map(str, (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)))
-    copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
-    assert not copies
+    compiled, edits = runner._compiled[bucket], runner._edits
+    of_edits = sum(leaf.nbytes for leaf in jax.tree.leaves(edits))
+    assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes + of_edits
+    for dtype, shape in (
+        ("f32", (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)),
+        ("s32", edits.counts.shape),
+        ("s32", edits.ids.shape),
+    ):
+        copies = re.findall(rf"= {dtype}\[{','.join(map(str, shape))}\]\S* copy\(", compiled.as_text())
+        assert not copies
 
 
 def test_step_is_lowered_without_source_locations(runner):

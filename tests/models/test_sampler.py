@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_attn.models.engine import SamplingParams
-from pallas_attn.models.engine.sampler import SamplingRows, _is_allowed, sample
+from pallas_attn.models.engine.request import NONFINITE
+from pallas_attn.models.engine.sampler import LogitEdit, SamplingRows, _is_allowed, draw, sample
 from tests.kit.slow_cases import slow_cases
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_allowed)
 
 
-def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0) -> SamplingRows:
+def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0) -> SamplingRows:
     def fill(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (n,)))
 
@@ -22,6 +23,7 @@ def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0) -> 
         fill(temperature, np.float32),
         fill(top_k, np.int32),
         fill(top_p, np.float32),
+        fill(min_p, np.float32),
         fill(seed, np.uint32),
         fill(position, np.int32),
     )
@@ -93,32 +95,78 @@ def test_top_p_is_applied_after_top_k():
     assert set(np.asarray(sample_rows(jnp.broadcast_to(logits, (300, 4)), both)[0]).tolist()) == {0}
 
 
-@pytest.mark.slow
+def allowed_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens that min-p, top-k and top-p allow, computed in float64 with a sort, and the tokens for which
+    rounding in float32 cannot change the result."""
+    x = logits.astype(np.float64)
+    share = np.exp(x - x.max())
+    order = np.lexsort((np.arange(x.size), -x))  # by descending logit, then by ascending id
+    order = order[share[order] >= min_p][: top_k or x.size]
+    before = np.cumsum(share[order]) - share[order]
+    before /= share[order].sum()
+    allowed, sure = np.zeros(x.size, bool), np.ones(x.size, bool)
+    allowed[order[(before < top_p) | (top_p == 1)]] = True
+    sure[order] = np.abs(before - top_p) > 1e-5
+    return allowed, sure & (np.abs(share - min_p) > 1e-5)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 1000),
-    size=st.sampled_from([1, 7, 256, 300]),
+    size=st.sampled_from([7, 300]),
     top_k=st.sampled_from([0, 1, 2, 5, 256, 400]),
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
-    levels=st.sampled_from([3, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.6, 1.0]),
+    levels=st.sampled_from([0, 3, 1000]),
 )
-def test_allowed_tokens_match_a_reference_with_sort(seed, size, top_k, top_p, levels):
+def test_allowed_tokens_match_a_reference_with_sort(seed, size, top_k, top_p, min_p, levels):
     """The allowed tokens equal a reference that sorts the logits.
 
-    Logits have ties and both signs, and vocabulary sizes are not multiples of a chunk. Tokens whose logit equals the
-    lowest allowed logit are also allowed.
+    Logits have ties and both signs, or are all equal, and vocabulary sizes are not multiples of a chunk.
     """
     rng = np.random.default_rng(seed)
-    logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / levels)).astype(np.float32)
-    kept = np.asarray(is_kept(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32)))
-    for row, of_row in zip(logits.astype(np.float64), kept, strict=True):
-        least = np.sort(row)[::-1][: top_k or size][-1]
-        probability = np.where(row >= least, np.exp(row - row.max()), 0) / np.sum(np.exp(row[row >= least] - row.max()))
-        before = np.array([probability[row > x].sum() for x in row])
-        wanted = (row >= least) & ((before < top_p) | (top_p == 1))
-        sure = np.abs(before - top_p) > 1e-5  # rounding may change the result of other entries
+    logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / max(levels, 1))).astype(np.float32)
+    given = (np.full(2, top_k, np.int32), np.full(2, top_p, np.float32), np.full(2, min_p, np.float32))
+    for row, of_row in zip(logits, np.asarray(is_kept(logits, *given)), strict=True):
+        wanted, sure = allowed_by_sorting(row, top_k, top_p, min_p)
         np.testing.assert_array_equal(of_row[sure], wanted[sure])
         assert of_row[np.argmax(row)]
+
+
+@pytest.mark.parametrize(("limit", "number"), [({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 0.0049}, 5)])
+def test_equal_logits_allow_lower_ids_first(limit: dict[str, float], number: int):
+    """Logits of 999 of 1,000 tokens are equal; half of them are -0.0."""
+    logits = jnp.where(jnp.arange(1000) % 2 == 1, -0.0, 0.0)[None].at[:, -1].set(-1.0)
+    allowed = is_kept(
+        -0.0 * logits + logits, *(getattr(rows(1, **limit), name) for name in ("top_k", "top_p", "min_p"))
+    )
+    np.testing.assert_array_equal(np.flatnonzero(allowed), np.arange(number))
+    tokens, _ = sample_rows(jnp.broadcast_to(logits, (64, 1000)), rows(64, **limit, position=np.arange(64)))
+    assert set(np.asarray(tokens).tolist()) <= set(range(number))
+    assert len(set(np.asarray(tokens).tolist())) == number
+
+
+def test_min_p_allows_tokens_relative_to_the_likeliest():
+    logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+    for min_p, kept in ((0.0, {0, 1, 2, 3}), (0.2, {0, 1, 2}), (0.5, {0, 1}), (0.7, {0}), (1.0, {0})):
+        tokens, _ = sample_rows(jnp.broadcast_to(logits, (400, 4)), rows(400, min_p=min_p, position=np.arange(400)))
+        assert set(np.asarray(tokens).tolist()) == kept, min_p
+
+
+def test_edited_logits_are_used_only_if_needed(logits):
+    """A row in which all tokens are excluded gives NONFINITE."""
+
+    @jax.jit
+    def tokens_of(is_used):
+        edit = LogitEdit(
+            lambda logits: jnp.where(jnp.arange(40)[None] < 38, -jnp.inf, logits).at[0].set(-jnp.inf), is_used
+        )
+        return draw(logits, rows(6, temperature=[0.0, 1.0] * 3, position=np.arange(6)), edit)
+
+    unused, used = tokens_of(False), tokens_of(True)
+    np.testing.assert_array_equal(unused, draw(logits, rows(6, temperature=[0.0, 1.0] * 3, position=np.arange(6))))
+    assert used[0] == NONFINITE
+    assert set(np.asarray(used[1:]).tolist()) == {38, 39}
 
 
 def test_likeliest_token_is_allowed_at_any_top_p():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.cache import OutOfPages
-from pallas_attn.models.engine import SamplingParams, scheduler
+from pallas_attn.models.engine import SamplingParams, StructuredOutputs, scheduler
 from pallas_attn.models.engine.request import Request, RequestRefused
 from pallas_attn.models.engine.scheduler import Scheduler
 from pallas_attn.models.engine.step.plan import RowTokens
@@ -355,7 +355,7 @@ def test_invalid_arguments_are_rejected():
         ({"temperature": float("inf")}, r"temperature must be 0 or in \[1e-06, 1e\+06\], got inf"),
         ({"temperature": 1e39}, r"temperature must be 0 or in \[1e-06, 1e\+06\], got 1e\+39"),
         ({"temperature": 1e-40}, r"temperature must be 0 or in \[1e-06, 1e\+06\], got 1e-40"),
-        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"top_k": -2}, "top_k must not be negative, .*got -2"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
@@ -378,12 +378,62 @@ def test_invalid_arguments_are_rejected():
         ({"stop_token_ids": None}, "stop_token_ids must be a sequence of integers, got None"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of integers, got 5"),
         ({"stop_token_ids": ["5"]}, r"stop_token_ids must be a sequence of integers, got \['5'\]"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in .*, got 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be in .*, got nan"),
+        ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\], got 2.5"),
+        ({"frequency_penalty": -3}, r"frequency_penalty must be in \[-2, 2\], got -3.0"),
+        ({"logit_bias": [3]}, r"logit_bias must be a mapping to numbers, got \[3\]"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias must be an integer, got '3'"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias must be in \[-100, 100\], got nan for token 3"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "must have at most 1024 different tokens, got 1025"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must have at least one token"),
+        ({"allowed_token_ids": range(1025)}, "must have at most 1024 different tokens, got 1025"),
+        ({"min_tokens": 17}, "min_tokens must be from 0 to max_tokens=16, got 17"),
+        ({"logprobs": -1}, "logprobs must not be negative, got -1"),
+        ({"prompt_logprobs": True}, "prompt_logprobs must be an integer, got True"),
+        ({"extra_args": {"x": "y"}}, "extra_args must be a number, got 'y'"),
+        ({"extra_args": {"x": float("inf")}}, "extra_args must be finite numbers, got inf for x"),
+        ({"n": 2}, "n must be at least 1, and 1 at temperature 0, got 2"),
+        ({"stop": ["a", ""]}, r"stop must be a sequence of str that are not empty, got \['a', ''\]"),
+        ({"bad_words": "word"}, "bad_words must be a sequence of str that are not empty, got 'word'"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be StructuredOutputs or None, got"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, got 1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_sampling_params_are_validated(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "must set exactly one of json, regex, choice and grammar, got none"),
+        ({"regex": "a", "json": "{}"}, "must set exactly one of json, regex, choice and grammar, got json, regex"),
+        ({"regex": ""}, "regex must be a str that is not empty, got ''"),
+        ({"grammar": 5}, "grammar must be a str that is not empty, got 5"),
+        ({"choice": "ab"}, "choice must be a sequence of str that are not empty, got 'ab'"),
+        ({"choice": []}, r"choice must be a str that is not empty, got \(\)"),
+        ({"json": {"type": {1}}}, "json must be a JSON schema, got"),
+    ],
+)
+def test_structured_outputs_are_validated(given: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputs(**given)
+
+
+def test_text_level_parameters_are_hashable_and_removable():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    of_tokens: dict[str, Any] = {"temperature": 1.0, "top_k": -1, "logit_bias": {3: 1}, "allowed_token_ids": [5, 3]}
+    params = SamplingParams(
+        **of_tokens, n=2, stop="end", bad_words=["no"], structured_outputs=StructuredOutputs(json=schema)
+    )
+    assert (params.top_k, params.allowed_token_ids, params.stop) == (0, (3, 5), ("end",))
+    assert isinstance(hash(params), int)
+    assert params.text_level() == ["n", "stop", "bad_words", "structured_outputs"]
+    assert params.token_level() == SamplingParams(**of_tokens)
 
 
 def test_empty_prompt_is_rejected():
@@ -413,7 +463,7 @@ def test_sampling_params_are_converted_to_python_numbers():
     params = SamplingParams(**given)
     assert params == SamplingParams(4, 0.5, 3, 0.5, 2**32 - 1, True)
     kinds = {field.name: type(getattr(params, field.name)) for field in fields(params)}
-    assert list(kinds.values()) == [int, float, int, float, int, bool, tuple]
+    assert [kinds[name] for name in (*given, "stop_token_ids")] == [int, float, int, float, int, bool, tuple]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

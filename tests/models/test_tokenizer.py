@@ -15,6 +15,7 @@ from pallas_attn.models.checkpoints.tokenizer import TokenizerError
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<user>", "<assistant>"
 SPECIAL = [BOS, EOS, USER, ASSISTANT]
 WORDS = ["[UNK]", *SPECIAL, "a", "page", "of", "the", "cache"]
+USER_MESSAGE = {"role": "user", "content": "x"}
 IDS = {word: i for i, word in enumerate(WORDS)}
 
 CHAT = """{{ bos_token }}
@@ -114,7 +115,7 @@ def test_template_file_overrides_tokenizer_config(save):
 def test_template_helpers(save):
     template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
     tokenizer = save({"chat_template": template})
-    assert tokenizer._render([]) == '"a"{"<&é": 1}'
+    assert tokenizer.render_chat([USER_MESSAGE]) == '"a"{"<&é": 1}'
 
 
 @pytest.mark.parametrize(
@@ -128,13 +129,13 @@ def test_template_helpers(save):
     ],
 )
 def test_templates_render_as_in_transformers(save, template, text):
-    assert save({"chat_template": template})._render([{"role": "user", "content": "x"}]) == text
+    assert save({"chat_template": template}).render_chat([USER_MESSAGE]) == text
 
 
 def test_template_may_use_date(save):
     """Chat templates may call `strftime_now`, as the template of gpt-oss does."""
     tokenizer = save({"chat_template": "{{ strftime_now('%Y-%m-%d') }}"})
-    before, date, after = datetime.date.today(), tokenizer._render([]), datetime.date.today()
+    before, date, after = datetime.date.today(), tokenizer.render_chat([USER_MESSAGE]), datetime.date.today()
     assert before <= datetime.date.fromisoformat(date) <= after
 
 

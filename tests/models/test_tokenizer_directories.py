@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_attn.models.checkpoints import load_tokenizer, text_process
+from pallas_attn.models.checkpoints import load_tokenizer
 from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.checkpoints.tokenizer import TokenizerError
 from scripts.tools.tokenizer_layouts import (
@@ -27,28 +27,12 @@ from scripts.tools.tokenizer_layouts import (
     words,
     write,
 )
+from tests.models.text_process_case import OwnProcess
 
 EXPECTED = json.loads(Path(__file__).with_name("tokenizer_layouts.json").read_text(encoding="utf-8"))
 
 EMPTY = ("empty template", "empty template file")
 """Layouts with an empty chat template. Here the text is the prompt, but transformers renders an empty prompt."""
-
-
-class OwnProcess:
-    """Replacement of the tokenizer's separate process. It runs requests in the test's process, which is faster."""
-
-    def __init__(self):
-        self.text = text_process.Text()
-
-    def ask(self, what, function, *arguments):
-        function, *arguments = json.loads(json.dumps([function, *arguments]))
-        right, result = json.loads(json.dumps(text_process.answer(self.text, function, arguments)))
-        if not right:
-            raise TokenizerError(f"{what}: {result}")
-        return result
-
-    def end(self):
-        pass
 
 
 @pytest.fixture
@@ -88,7 +72,7 @@ def test_chat_template_equals_transformers(load, name):
         assert tokenizer.chat_template is None
         assert tokenizer.encode_prompt(QUESTION) == tokenizer.encode(QUESTION)
     else:
-        assert tokenizer._render([{"role": "user", "content": QUESTION}]) == rendered
+        assert tokenizer.render_chat([{"role": "user", "content": QUESTION}]) == rendered
         assert tokenizer.encode_prompt(QUESTION) == tokenizer.encode(rendered, add_special_tokens=False)
 
 

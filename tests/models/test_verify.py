@@ -236,3 +236,9 @@ def test_bfloat16_model_rejects_outputs_of_other_prompts(cases):
     assert verification.tolerance is None
     swapped = [dataclasses.replace(case.decoded(), prompt_ids=cases[i - 1].prompt) for i, case in enumerate(cases)]
     assert not verify(model, swapped, max_len=MAX_LEN).passed
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}])
+def test_parameters_that_change_logits_are_not_supported(plain, cases, params):
+    with pytest.raises(NotImplementedError, match="params: the plain run has no repetition_penalty"):
+        plain.choose(cases[0].decoded(**params))

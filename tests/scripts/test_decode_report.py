@@ -2,19 +2,34 @@
 
 import dataclasses
 import io
+import re
+import sys
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
 from pallas_attn.models.cli.command_line import UsageError
 from pallas_attn.models.cli.decode.plot import plot_run
-from pallas_attn.models.cli.decode.report import Report
+from pallas_attn.models.cli.decode.progress import Display
+from pallas_attn.models.cli.decode.report import Loading, Report
 from pallas_attn.models.cli.prompts import demo_ids, demo_texts
 from pallas_attn.models.cli.speculate import SpeculateOption, parse_speculate
-from pallas_attn.models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from pallas_attn.models.engine import (
+    Difference,
+    Engine,
+    EngineConfig,
+    EngineStats,
+    RequestCheck,
+    RequestOutput,
+    StepRecord,
+    Verification,
+)
+from pallas_attn.models.engine.runner import Runner
 from pallas_attn.models.engine.verify import RoundingLoss
 from tests.kit.slow_cases import slow_cases
+from tests.models import engine_case
 
 WIDTH = 80
 
@@ -53,8 +68,7 @@ def printed(made):
 
 def test_table_has_a_line_per_request():
     line = next(line for line in printed(report()).splitlines() if line.startswith(" 1 "))
-    assert line.split()[:12] == ["1", "1001", "16", "32", "1,500", "ms", "4.0", "ms", "810", "ms", "length", "0"]
-    assert line.rstrip().endswith("…")
+    assert line.split() == ["1", "1001", "16", "32", "1,500", "ms", "4.0", "ms", "810", "ms", "length"]
 
 
 def test_table_has_the_statistics_of_the_run():
@@ -72,9 +86,13 @@ def test_table_has_the_statistics_of_the_run():
         assert words in text
 
 
-def test_texts_are_shown_on_one_line():
-    text = printed(report(1, texts=["[b]not\n bold[/b]"]))
-    assert "[b]not bold[/b]" in text
+def test_summary_has_the_main_statistics_in_one_line():
+    one = report(1, loading=Loading(1.5, 0)).summary()
+    decoded = "1,000 prompt tokens (16 cached), 32 tokens, 3 tokens/s, first token after 1,500 ms"
+    assert one == f"{decoded}; loaded in 1.5 s; 3 programs ready after 4.2 s"
+    assert report(2).summary() == "2 requests, 64 tokens, decode 789 tokens/s; 3 programs ready after 4.2 s"
+    nothing = RequestOutput(0, 3, 0, [], "abort", None, None, [])
+    assert report(outputs=[nothing]).summary() == "3 prompt tokens, 0 tokens; 3 programs ready after 4.2 s"
 
 
 def test_output_without_tokens_has_no_times():
@@ -186,3 +204,42 @@ def test_demonstration_texts_share_a_preface():
     shared = min(np.flatnonzero([len(set(characters)) > 1 for characters in zip(*texts, strict=False)]))
     assert shared > 200
     assert texts[0] == texts[-1]
+
+
+class TestCompilationProgress:
+    def test_lines_at_start_and_end_without_a_terminal(self, capsys):
+        with Display("run_decode", shown=True).compiling() as on_compiled:
+            for done in range(4):
+                on_compiled(done, 3)
+        first, last = capsys.readouterr().err.splitlines()
+        assert first == "run_decode: compiling 3 programs ..."
+        assert re.fullmatch(r"run_decode: compiled 3 programs in \d+\.\d s", last)
+
+    def test_numbers_and_seconds_on_a_terminal(self, capsys, monkeypatch):
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        with Display("run_decode", shown=True).compiling() as on_compiled:
+            on_compiled(0, 7)
+            on_compiled(1, 7)
+        captured = capsys.readouterr()
+        assert re.search(r"compiling program 2 of 7, \d+ s", captured.err)
+        assert "run_decode" not in captured.err
+        assert captured.out == ""
+
+    @pytest.mark.parametrize("on_terminal", [True, False])
+    def test_nothing_is_shown_if_not_requested(self, capsys, monkeypatch, on_terminal):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
+        with Display("run_decode", shown=False).compiling() as on_compiled:
+            on_compiled(0, 7)
+            on_compiled(7, 7)
+        assert capsys.readouterr() == ("", "")
+
+    def test_engine_reports_each_program(self, monkeypatch):
+        """`Engine.warmup` reports the numbers at the start and after each program, and nothing if all are compiled."""
+        monkeypatch.setattr(Runner, "_lower", lambda *_: jax.jit(lambda: 0).lower())
+        monkeypatch.setattr(Runner, "compile_writes", lambda _: None)
+        engine = Engine(engine_case.model(), EngineConfig(num_pages=8, decode_buckets=(16,), prefill_buckets=(512,)))
+        reported = []
+        engine.warmup(lambda *numbers: reported.append(numbers))
+        engine.warmup(lambda *numbers: reported.append(numbers))
+        assert reported == [(0, 3), (1, 3), (2, 3), (3, 3)]

@@ -82,7 +82,7 @@ def tensor(**entry: Any) -> Spoil:
 
 ENTRY = "not a safetensors file: 'a': expected a dtype, a shape and two data_offsets"
 FOLDER_TEMPLATE = "additional_chat_templates/default.jinja"
-RENDER = "chat_template.jinja: the chat template cannot render a user's message: "
+RENDER = "chat_template.jinja: the chat template cannot render the messages: "
 MALFORMED = "chat_template.jinja: the chat template is malformed: "
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 EXPLODING = {"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 10_000}
@@ -221,7 +221,7 @@ OF_DEEPSEEK: list[tuple[str, Spoil, str]] = [
     (
         "long text",
         template("{{ 'x' * (messages|length * 10**8) }}"),
-        RENDER + "it makes 100,000,000 characters of one message, more than 67,108,864",
+        RENDER + "it makes 100,000,000 characters, more than 67,108,864",
     ),
     (
         "loops",

@@ -48,9 +48,18 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stdout(files):
+def printed(files):
+    """Return (stdout, stderr) of one run that writes all output files."""
     command = ["--model", GOLDEN, "--prompt-ids", GOLDEN / "prompts.json", *SIZES, "--max-tokens", 24, "--verify"]
-    command += ["--json", files / "out.json", "--dump-logits", files / "logits.bin", "--plot", files / "plot"]
+    command += [
+        "--stats",
+        "--json",
+        files / "out.json",
+        "--dump-logits",
+        files / "logits.bin",
+        "--plot",
+        files / "plot",
+    ]
     command += ["--profile", files / "trace" / "of" / "run"]
     # The new process has none of the JAX settings of the tests, except their cache of compiled programs.
     cache = {
@@ -65,12 +74,12 @@ def stdout(files):
         env={**os.environ, **cache},
         cwd=files,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
-def result(stdout, files):
+def result(printed, files):
     return json.loads((files / "out.json").read_text())
 
 
@@ -136,7 +145,7 @@ class TestResults:
         assert 16 < run["peak_pages"] <= 26
         assert run["preemptions"] >= 1
         assert run["steps"] >= 24 + 5
-        assert run["compilations"] == 3
+        assert run["compilations"] == 2  # decode rows only; decode rows and prompts
         assert min(run["prefill_tokens_per_s"], run["decode_tokens_per_s"], run["compile_s"], run["run_s"]) > 0
         assert run["implementation"] == dict.fromkeys(
             ["write_latent", "mla_decode", "gather_latent", "ragged_attention"], "xla"
@@ -144,17 +153,31 @@ class TestResults:
         assert run["device"] == "cpu"
         assert run["versions"]["jax"] == jax.__version__
 
-    def test_table_has_the_main_statistics(self, stdout):
-        assert "4 requests on v3" in stdout
+    def test_table_has_the_main_statistics(self, printed):
+        first, last, *table = printed[1].splitlines()
+        assert first == "run_decode: compiling 2 programs ..."
+        assert re.fullmatch(r"run_decode: compiled 2 programs in \d+\.\d s", last)
+        text = "\n".join(table)
+        assert "4 requests on v3" in text
         for word in ("prompt", "cached", "new", "TTFT", "per token", "prefix hits", "preemptions", "compilation"):
-            assert word in stdout
-        assert "yes: 96 of 96 tokens equal" in stdout
-        assert max(map(len, stdout.splitlines())) <= 80
+            assert word in text
+        assert "yes: 96 of 96 tokens equal" in text
+        assert max(map(len, table)) <= 80
 
-    def test_plot_is_a_png(self, stdout, files):
+    def test_each_answer_is_printed_in_full_after_a_heading(self, printed, result):
+        answers = printed[0].strip().split("\n\n")
+        assert len(answers) == 4
+        for i, (answer, request) in enumerate(zip(answers, result["requests"], strict=True)):
+            heading, ids = answer.splitlines()
+            noun = "prompt token" if len(PROMPTS[i]) == 1 else "prompt tokens"
+            assert heading.startswith(f"[{i}] {len(PROMPTS[i])} {noun}: {PROMPTS[i][0]}")
+            assert len(heading) <= 80
+            assert ids == " ".join(map(str, request["output_ids"]))
+
+    def test_plot_is_a_png(self, printed, files):
         assert (files / "plot").read_bytes().startswith(b"\x89PNG")
 
-    def test_profile_is_a_trace(self, stdout, files):
+    def test_profile_is_a_trace(self, printed, files):
         assert list((files / "trace" / "of" / "run").rglob("*.xplane.pb"))
 
 
@@ -306,7 +329,7 @@ def test_difference_is_reported_with_exit_status_1(monkeypatch, capsys, write_id
     said = f"request 1, output position 3: got 5, wanted {want}, margin {margin:.3g}"
     captured = capsys.readouterr()
     assert captured.err == f"run_decode: not verified: {said}\n"
-    assert said in captured.out
+    assert captured.out.startswith("[0] ")
     assert json.loads(out.read_text())["run"]["verified"] is False
 
 
@@ -325,7 +348,7 @@ def test_interrupt_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path
     assert run_decode.main(args) == 130
     captured = capsys.readouterr()
     assert captured.err == "run_decode: interrupted\n"
-    assert "4 requests" in captured.out
+    assert "[3] " in captured.out
     result = json.loads(out.read_text())
     assert len(result["requests"][0]["output_ids"]) > 1
     assert {request["finish_reason"] for request in result["requests"]} <= {"abort", "length"}
@@ -392,7 +415,7 @@ def test_decoded_tokens_survive_a_device_failure(monkeypatch, capsys, write_ids,
     assert run_decode.main([*SMALL, *write_ids(PROMPTS), "--verify", "--json", str(out)]) == 3
     captured = capsys.readouterr()
     assert captured.err == f"run_decode: error: decoding: {reason}\n"
-    assert "4 requests" in captured.out
+    assert "[3] " in captured.out
     requests = json.loads(out.read_text())["requests"]
     assert len(requests[0]["output_ids"]) > 1
     assert {request["finish_reason"] for request in requests} <= {"abort", "length"}
@@ -440,15 +463,15 @@ def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tm
     save_random_checkpoint(tmp_path / "model", config)
     sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
     asked = ["--model", tmp_path / "model", *sizes, *write_ids(PROMPTS[:3]), "--plot", tmp_path / "plot.png"]
-    result = run_json(*asked, "--speculate", "ngram:2", "--max-tokens", 24, "--verify")
+    result = run_json(*asked, "--speculate", "ngram:2", "--max-tokens", 24, "--verify", "--stats")
     assert [len(ids) for ids in outputs(result)] == [24] * 3
     run = result["run"]
-    assert (run["verified"], run["speculate"], run["compilations"]) == (True, "ngram:2", 3 + 1 + 2)
+    assert (run["verified"], run["speculate"], run["compilations"]) == (True, "ngram:2", 2 + 1)
     for kind in ("drafted", "accepted"):
         by_request = [request[kind] for request in result["requests"]]
         assert run[kind] == [sum(of_position) for of_position in itertools.zip_longest(*by_request, fillvalue=0)]
     assert all(accepted <= drafted for accepted, drafted in zip(run["accepted"], run["drafted"], strict=True))
-    table = capsys.readouterr().out
+    table = capsys.readouterr().err
     assert f"ngram:2, {sum(run['accepted'])} of {sum(run['drafted'])} accepted" in table
     assert max(map(len, table.splitlines())) <= 80
 
@@ -488,7 +511,7 @@ def test_bucket_options(run_json, write_ids, golden):
     asked += ["--decode-buckets", "1,2", "--prefill-buckets", "16", "--implementation", "reference"]
     result = run_json(*asked, *write_ids(PROMPTS[1:3]))
     assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in (1, 2)]
-    assert result["run"]["compilations"] == 2 + 1 + 1
+    assert result["run"]["compilations"] == 2 + 1
 
 
 @pytest.mark.slow
@@ -514,8 +537,7 @@ def test_write_failure_after_decoding(monkeypatch, capsys, write_ids, tmp_path, 
     args = [*SMALL, *write_ids(PROMPTS[1:3]), "--verify", *(str(part) for file in files.items() for part in file)]
     assert run_decode.main(args) == 3
     captured = capsys.readouterr()
-    assert "2 requests" in captured.out
-    assert "yes: 12 of 12 tokens equal" in captured.out
+    assert "[1] " in captured.out
     said = [f"{flag}: cannot write {path}: there is no directory {directory}" for flag, path in files.items()]
     assert captured.err == f"run_decode: error: {'; '.join(said)}\n"
 
@@ -528,10 +550,11 @@ def test_tokenizer_failure_at_the_output_keeps_other_results(capsys, text_model,
     # The decoder strips more characters than the word has, and fails.
     parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}
     path.write_text(json.dumps(parts))
-    args = ["--model", text_model, *SIZES, "--max-tokens", "2", "--prompt", "w " * 12, "ww " * 12, "--json", out]
+    args = ["--model", text_model, *SIZES, "--max-tokens", "2", "--quiet", "--prompt", "w " * 12, "ww " * 12]
+    args += ["--json", out]
     assert run_decode.main(list(map(str, args))) == 3
     captured = capsys.readouterr()
-    assert "2 requests" in captured.out
+    assert "[1] " in captured.out
     (line,) = captured.err.splitlines()
     assert line.startswith(f"run_decode: error: {path}: index out of bounds")
     for request in json.loads(out.read_text())["requests"]:
@@ -569,7 +592,7 @@ def test_decoded_tokens_survive_a_verification_failure(monkeypatch, capsys, writ
     assert run_decode.main([*SMALL, *write_ids(PROMPTS[1:3]), "--verify", "--json", str(out)]) == 3
     captured = capsys.readouterr()
     assert captured.err == f"run_decode: error: --verify: {reason}\n"
-    assert "2 requests" in captured.out
+    assert "[1] " in captured.out
     assert "verified" not in json.loads(out.read_text())["run"]
 
 
@@ -587,7 +610,7 @@ def test_pipe_gets_one_report(write_ids):
 def test_progress_bar_on_a_terminal(monkeypatch, capsys, write_ids, shown):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    args = [*SMALL, *write_ids(PROMPTS[1:3])] + ([] if shown else ["--no-progress"])
+    args = [*SMALL[:-1], *write_ids(PROMPTS[1:3])] + ([] if shown else ["--no-progress"])  # without --quiet
     assert run_decode.main(args) == 0
     captured = capsys.readouterr()
     assert ("decoding" in captured.err and "/12" in captured.err) is shown
@@ -612,12 +635,16 @@ def test_help_has_examples_and_exit_status(capsys):
     flags += " max-batched-tokens max-num-seqs chunked-prefill no-chunked-prefill prefix-caching no-prefix-caching"
     flags += " max-prefill-seqs max-model-len decode-buckets prefill-buckets recycling no-recycling batch-invariant"
     flags += " dtype implementation mla verify json dump-logits plot profile no-progress"
+    flags += " chat system stats quiet compilation-cache"
     for flag in flags.split():
         assert f"--{flag}" in text
     assert "examples:" in text
     assert "exit status:" in text
     assert all(f"  {status}  " in text for status in (0, 1, 2, 3, 130))
     assert "default: None" not in text
+    assert "triton" in text
+    assert "%(prog)" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.slow  # `make test` tests two devices in tests/models/test_mesh.py

@@ -61,7 +61,7 @@ class TestRefusals:
             (["--max-tokens", "0"], "max_tokens must be at least 1"),
             (["--temperature", "-1"], "temperature"),
             (["--temperature", "nan"], "temperature"),
-            (["--top-k", "-1"], "top_k"),
+            (["--top-k", "-2"], "top_k"),
             (["--top-p", "0"], "top_p"),
             (["--top-p", "1.5"], "top_p"),
             (["--seed", "-1"], "seed"),
@@ -147,6 +147,12 @@ class TestRefusals:
             ),
             (["--num-pages", "2"], "prompt 0: the prompt needs 4 pages, the pool has 2"),
             (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
+            (["--chat"], "--chat needs a --model with a chat template"),
+            (["--chat", "--prompt", "x"], "not allowed with argument"),
+            (["--system", "Be brief."], "--system needs --chat"),
+            (["--model", str(GOLDEN), "--chat", "--verify"], "--chat: not with --verify"),
+            (["--model", str(GOLDEN), "--chat", "--dump-logits", "x"], "--chat: not with --dump-logits"),
+            (["--model", str(GOLDEN), "--chat"], "has no tokenizer.json with a chat template"),
         ],
     )
     def test_wrong_flags_are_errors(self, usage_error, args, message):
@@ -252,7 +258,7 @@ class TestRefusals:
         assert usage_error("--random", "v3-tiny").endswith(f"--random: loading the weights: {reason}")
 
     def test_shape_without_an_implementation(self, usage_error, monkeypatch):
-        def nothing(engine):
+        def nothing(engine, on_compiled):
             raise ExceptionGroup("mla_decode: no implementation", [NotImplementedError("too wide"), ValueError("no")])
 
         monkeypatch.setattr(Engine, "warmup", nothing)

@@ -1,5 +1,4 @@
-"""Decode a batch of prompts with the engine and report results and statistics: `python scripts/run_decode.py
---help`."""
+"""Answer prompts with the engine and report results and statistics, or chat: `python scripts/run_decode.py --help`."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pallas_attn.models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
+from pallas_attn.models.checkpoints import Tokenizer, TokenizerError, load_tokenizer
 from pallas_attn.models.cli.command_line import (
     FAILED,
     Failure,
     Failures,
-    StandardOutput,
+    StandardError,
     UsageError,
     as_failure,
     as_usage_error,
@@ -30,6 +29,8 @@ from pallas_attn.models.cli.command_line import (
     write_report,
     writing,
 )
+from pallas_attn.models.cli.decode.answers import Output, Streamed, print_answers
+from pallas_attn.models.cli.decode.chat import Chat
 from pallas_attn.models.cli.decode.options import PROG, parse_options
 from pallas_attn.models.cli.decode.plot import plot_run
 from pallas_attn.models.cli.decode.progress import Display
@@ -40,16 +41,20 @@ from pallas_attn.models.cli.decode.report import (
     differences,
     nonfinite,
     peak_host_bytes,
+    prompt_tokens,
+    verdict,
     versions,
 )
+from pallas_attn.models.cli.decode.sizes import CHAT_TOKENS, engine_config
 from pallas_attn.models.cli.mesh import mesh_of
 from pallas_attn.models.cli.model import dtype_of, implementations, load, name_of, read_config
+from pallas_attn.models.cli.model_options import enable_compilation_cache
 from pallas_attn.models.cli.output_files import is_replaced
 from pallas_attn.models.cli.processes import Joined, writes
 from pallas_attn.models.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from pallas_attn.models.cli.speculate import announce_module, make_speculation
 from pallas_attn.models.config import ModelConfig
-from pallas_attn.models.decoder import AttentionSettings, Decoder, KVScales, StepSizes, device_part
+from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, device_part
 from pallas_attn.models.engine import (
     CachedPages,
     Decoded,
@@ -83,7 +88,7 @@ def _join(options: argparse.Namespace, joined: Joined) -> int:
 
 
 def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
-    """Decode the prompts, verify the tokens if requested, and report. Return the exit status.
+    """Decode the prompts, verify the tokens if requested, and report; or chat. Return the exit status.
 
     With several processes, all processes decode and verify, and process 0 reports.
 
@@ -92,7 +97,8 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
       Failure: decoding fails, results cannot be written or printed, or verification cannot be completed. All other
         results, and the tokens decoded before the failure, are written and printed.
     """
-    display = Display(shown=sys.stderr.isatty() and not options.no_progress and writes(processes))
+    display = Display(options.prog, shown=not (options.no_progress or options.quiet) and writes(processes))
+    enable_compilation_cache(options.prog, options)
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; check JAX_PLATFORMS. "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
@@ -100,9 +106,12 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         if options.index_topk is not None and not config.is_sparse:
             raise UsageError(f"--index-topk: a {config.model_type} attends to all keys")
         tokenizer = None if options.model is None else load_tokenizer(options.model)
-        prompts = _prompts(options, config, tokenizer)
+        prompts = [] if options.chat else _prompts(options, config, tokenizer)
+        if options.chat:
+            _prepare_chat(options, tokenizer, config)
         mesh = mesh_of(options.mesh)
-        sizes = dataclasses.replace(_engine_config(options, config, prompts), mesh=mesh)
+        lengths = [max(options.max_model_len - options.max_tokens, 1)] if options.chat else [*map(len, prompts)]
+        sizes = dataclasses.replace(engine_config(options, config, lengths), mesh=mesh)
         implementation = implementations(
             device_part(config, mesh),
             _settings(options),
@@ -113,11 +122,15 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
             began = time.perf_counter()
             model = load(options, config, _settings(options), mesh)
             loading = Loading(time.perf_counter() - began, peak_host_bytes())
-            sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model))
+            sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model, len(lengths)))
     engine = _engine(options, model, sizes, prompts, display, processes)
-    run_s, stopped = _drive(options, engine, len(prompts), display)
-    outputs = [engine.output(i) for i in range(len(prompts))]
+    if options.chat and tokenizer is not None:
+        Chat(options.prog, engine, tokenizer, options.params, system=options.system, stats=options.stats).run()
+        return 0
     failures = Failures()
+    answers = _Answers(options, tokenizer, prompts) if writes(processes) else None
+    run_s, stopped = _drive(options, engine, len(prompts), display, answers, failures)
+    outputs = [engine.output(i) for i in range(len(prompts))]
     report = Report(
         model=name_of(options),
         outputs=outputs,
@@ -132,11 +145,35 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         loading=loading,
     )
     check = functools.partial(_verify, options, model, engine, prompts, outputs)
-    if writes(processes):
-        return _finish(options, engine, report, stopped, failures, check, display)
+    if answers is not None:
+        return _finish(options, engine, report, stopped, failures, answers, check, display)
     if stopped is not None:
         raise stopped
     return _status(dataclasses.replace(report, verification=check()) if options.verify else report)
+
+
+class _Answers:
+    """Prints the answers: a single one while it is generated, several ones at the end."""
+
+    def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]):
+        if options.prompt is None and (tokenizer is None or options.prompt_ids is not None):
+            self._headings = [f"{prompt_tokens(len(ids))}: {_ids(ids[:40])}" for ids in prompts]
+        else:
+            self._headings = options.prompt or demo_texts()
+        self._output = Output()
+        self.streamed = Streamed(self._output, tokenizer) if len(prompts) == 1 else None
+
+    def finish(self, report: Report) -> None:
+        """Print what is not printed yet. Raise Failure if this is not possible."""
+        if self.streamed is not None:
+            self.streamed.finish(report.outputs[0].output_ids)
+            return
+        texts = report.texts if report.texts is not None else [_ids(output.output_ids) for output in report.outputs]
+        print_answers(self._output, self._headings, texts)
+
+
+def _ids(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
 
 
 def _finish(
@@ -145,10 +182,11 @@ def _finish(
     report: Report,
     stopped: BaseException | None,
     failures: Failures,
+    answers: _Answers,
     check: Callable[[], Verification],
     display: Display,
 ) -> int:
-    """Write the results, verify and print. Return the exit status.
+    """Print the answers, write the results, verify and print statistics. Return the exit status.
 
     Args:
       options: the options.
@@ -156,6 +194,7 @@ def _finish(
       report: the report without verification.
       stopped: exception that interrupted the run; None for a complete run.
       failures: failures of earlier parts of the report; failures of this function are added.
+      answers: prints the answers.
       check: function that compares the tokens with an independent computation (`_verify`).
       display: shows progress.
 
@@ -163,10 +202,11 @@ def _finish(
       Failure: `stopped` is a Failure, or a part of the report failed.
       BaseException: `stopped`, after the results have been written.
     """
-    # Every part of the report is written even if other parts fail. Printing is last, because it fails if the reader of
-    # a pipe is gone.
+    # Every part of the report is written even if other parts fail.
     try:
         try:
+            with failures.recording():
+                answers.finish(report)
             _write_files(options, report, engine, failures)
             if options.verify and stopped is None:
                 if options.json is not None and is_replaced(options.json):  # a pipe would get two reports
@@ -182,8 +222,7 @@ def _finish(
                 if options.json is not None:
                     write_report("--json", options.json, report.to_json())
     finally:
-        with failures.recording():
-            report.print(StandardOutput())
+        _print_statistics(options, report)
     status = _status(report)
     _print_errors(options.prog, report)
     if isinstance(stopped, Failure):
@@ -210,52 +249,16 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
     return encode_texts(demo_texts(), tokenizer)
 
 
-def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """Return the engine configuration. Sizes that are not given as options are derived from the prompts and other
-    sizes. All sizes are per data rank: a group of devices with its own requests.
+def _prepare_chat(options: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig) -> None:
+    """Set --max-model-len and --max-num-seqs for --chat if they are not given.
 
-    With --batch-invariant, sizes that affect the bits of the results do not depend on the prompts.
+    Raises:
+      UsageError: the model has no chat template.
     """
-    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per data rank
-    lengths = sorted(len(prompt) for prompt in prompts)[-of_rank:]
-    num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
-    if num_seqs is None:
-        num_seqs = options.decode_buckets[-1] if options.decode_buckets else min(4, num_tokens or 4)
-    if num_tokens is None:
-        whole = 0 if options.chunked_prefill else lengths[-1]
-        num_tokens = options.prefill_buckets[-1] if options.prefill_buckets else max(64, num_seqs, whole)
-    if num_pages is None:
-        longest = config.max_position_embeddings if options.max_model_len is None else options.max_model_len
-        most = [min(length + options.max_tokens, longest) for length in lengths[-num_seqs:]]
-        num_pages = sum(-(-length // options.page_size) for length in most)
-    sizes = EngineConfig(
-        num_pages=num_pages,
-        page_size=options.page_size,
-        max_batched_tokens=num_tokens,
-        max_num_seqs=num_seqs,
-        max_prefill_seqs=options.max_prefill_seqs,
-        max_model_len=options.max_model_len,
-        chunked_prefill=options.chunked_prefill,
-        prefix_caching=options.prefix_caching,
-        recycling=options.recycling,
-        cache_dtype=options.kv_dtype,
-        kv_scales=None if options.kv_scales is None else _kv_scales(options.kv_scales),
-        decode_buckets=options.decode_buckets,
-        prefill_buckets=options.prefill_buckets,
-        batch_invariant=options.batch_invariant,
-        history=None,
-    )
-    if options.batch_invariant:
-        return sizes
-    # Limit the sizes to the number of requests and tokens of the batch. Larger buckets (padded sizes of compiled steps)
-    # would never be used, but take time to compile.
-    if options.decode_buckets is None:
-        num_seqs = min(num_seqs, of_rank)
-        sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
-    if options.prefill_buckets is None:
-        num_tokens = max(sizes.max_num_seqs, min(num_tokens, sum(lengths) + of_rank * options.max_tokens))
-        sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=_buckets(num_tokens))
-    return sizes
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise UsageError(f"--chat: {options.model} has no tokenizer.json with a chat template")
+    options.max_model_len = options.max_model_len or min(config.max_position_embeddings, CHAT_TOKENS)
+    options.max_num_seqs = options.max_num_seqs or 1
 
 
 def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: ModelConfig) -> StepSizes:
@@ -267,21 +270,6 @@ def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: Mode
     contexts = 1 if sizes.mesh is None else sizes.mesh.shape["context"]
     kv_scales = largest.kv_scales and largest.kv_scales.of_part(part)
     return dataclasses.replace(largest, kv_scales=kv_scales, page_size=max(largest.page_size // contexts, 1))
-
-
-def _kv_scales(path: Path) -> KVScales:
-    """Read the file of --kv-scales. Raise UsageError if this is not possible."""
-    with (
-        as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
-        as_usage_error(ValueError, prefix="--kv-scales: "),
-    ):
-        return load_kv_scales(path)
-
-
-def _buckets(size: int) -> tuple[int, ...] | None:
-    """Return the buckets (padded sizes of compiled steps) up to `size`: only `size` if it is at most 64, because
-    padding then takes less time than compiling several buckets; otherwise None, the engine's default."""
-    return (size,) if size <= 64 else None
 
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:
@@ -321,10 +309,10 @@ def _engine(
         if refusal := engine.output(i).refusal:
             raise UsageError(f"prompt {i}: {refusal}")
     with (
-        display.doing("compiling"),
         as_usage_error(NotImplementedError, ExceptionGroup, jax.errors.JaxRuntimeError),
+        display.compiling() as on_compiled,
     ):
-        engine.warmup()
+        engine.warmup(on_compiled)
     if processes is not None:
         # Settings are compared as text (`repr`). The text of a proposer does not describe it, so options.speculate is
         # compared instead.
@@ -352,12 +340,17 @@ def _find_prefixes(engine: Engine, path: Path) -> None:
 
 
 def _drive(
-    options: argparse.Namespace, engine: Engine, num_requests: int, display: Display
+    options: argparse.Namespace,
+    engine: Engine,
+    num_requests: int,
+    display: Display,
+    answers: _Answers | None,
+    failures: Failures,
 ) -> tuple[float, BaseException | None]:
-    """Run steps until all requests have ended.
+    """Run steps until all requests have ended. Print a single answer after each step.
 
     If an exception interrupts the run (such as Ctrl-C or a device failure), unfinished requests are aborted. Their
-    outputs keep the tokens decoded until then.
+    outputs keep the tokens decoded until then. If an answer cannot be printed, the failure is recorded in `failures`.
 
     Returns:
       Duration in seconds, and the exception that interrupted the run; None for a complete run.
@@ -366,11 +359,15 @@ def _drive(
     stopped: BaseException | None = None
     try:
         profile = contextlib.nullcontext() if options.profile is None else jax.profiler.trace(str(options.profile))
-        with profile, display.tokens(num_requests * options.max_tokens) as advance:
+        streamed = None if answers is None else answers.streamed
+        with profile, display.tokens(num_requests * options.max_tokens, shown=streamed is None) as advance:
             began = time.perf_counter()
             with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="decoding: "), as_failure(ProcessError):
                 while engine.has_unfinished:
                     advance(len(engine.step()))
+                    if streamed is not None:
+                        with failures.recording():
+                            streamed.update(engine.output(0).output_ids)
             return time.perf_counter() - began, None
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  raised again after the results have been written
         stopped = error
@@ -419,6 +416,19 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
     if options.plot is not None:
         with failures.recording(), writing("--plot", options.plot) as file:
             plot_run(file, report)
+
+
+def _print_statistics(options: argparse.Namespace, report: Report) -> None:
+    """Print the statistics of the run to stderr: a table with --stats, otherwise one line, and nothing with --quiet."""
+    if options.quiet:
+        return
+    console = StandardError()
+    if options.stats:
+        report.print(console)
+        return
+    console.print(f"{options.prog}: {report.summary()}", soft_wrap=True, highlight=False, markup=False)
+    if report.verification is not None and report.verification.passed:
+        console.print(f"{options.prog}: verified:", verdict(report.verification), soft_wrap=True, highlight=False)
 
 
 def _print_errors(prog: str, report: Report) -> None:

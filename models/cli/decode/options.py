@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pallas_attn.models.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
+from pallas_attn.models.cli.decode.sizes import CHAT_TOKENS, DEMO_STEP_TOKENS, STEP_TOKENS
 from pallas_attn.models.cli.mesh import add_mesh, parse_mesh
 from pallas_attn.models.cli.model_options import (
     KV_DTYPES,
     RANDOM_MODELS,
+    add_compilation_cache,
     add_computation,
     add_model,
     add_prompts,
@@ -23,38 +25,69 @@ from pallas_attn.models.engine import SamplingParams
 
 PROG = "run_decode"
 
-DESCRIPTION = """\
-Decode a batch of prompts with continuous batching over a paged cache. Prompts are computed in chunks, together
-with decoding requests. Prompts with equal prefixes share pages. A table shows tokens, times and memory.
+MAX_TOKENS, CHAT_MAX_TOKENS = 32, 1024
+"""Defaults of --max-tokens."""
 
-Default model: a small model with random weights. Default prompts: a batch of prompts that share a prefix."""
+USAGE = "%(prog)s [--model DIR] [--prompt TEXT ... | --chat] [options]"
+
+DESCRIPTION = """\
+Answer prompts with a model, or chat with it. Answers go to standard output;
+progress, statistics and errors go to standard error. All prompts are decoded
+together (continuous batching) over a paged cache of keys and values, and
+prompts with equal prefixes share pages.
+
+Default model: a small model with random weights. Default prompts: a batch of
+prompts that share a prefix."""
 
 EPILOG = """\
 examples:
-  run_decode.py --verify                                     default model and prompts, with all tokens checked
-  run_decode.py --model DIR --prompt "What is a page table?" "And a TLB?" --max-tokens 64
-  run_decode.py --model DIR --prompt-ids ids.json --json out.json --dump-logits out.npz
-  run_decode.py --max-batched-tokens 16 --num-pages 24 --plot run.png
-                                                             small chunks and few pages, which preempt requests
-  run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampling; draws do not depend on other requests
-  run_decode.py --speculate ngram:4 --verify                 drafts from earlier text; the tokens do not change
-  run_decode.py --model DIR --speculate mtp:2                drafts from the checkpoint's prediction module
-  run_decode.py --model DIR --mesh tensor=2                  heads, hidden columns and vocabulary on two devices
-  run_decode.py --model DIR --mesh data=2                    requests and experts on two devices
-  run_decode.py --model DIR --mesh data=2 --coordinator HOST:PORT --num-processes 2 --process-id I
-                                                             the same on two machines, with I = 0 on one and I = 1 on
-                                                             the other; process 0 prints the results
-  run_decode.py --implementation mosaic,xla                  Mosaic kernels for supported calls, else XLA
+  one answer, printed while it is generated:
+    %(prog)s --model DIR --prompt "What is a page table?" --max-tokens 64
+  a chat:
+    %(prog)s --model DIR --chat --system "Be brief."
+  several answers, and a table of times and memory:
+    %(prog)s --model DIR --prompt "What is a page?" "And a TLB?" --stats
+  token ids instead of texts, and results in files:
+    %(prog)s --model DIR --prompt-ids ids.json --json out.json
+  sampling; draws do not depend on other requests:
+    %(prog)s --model DIR --prompt Hello --temperature 0.8 --seed 7
+  default model and prompts, with all tokens checked:
+    %(prog)s --verify
+  drafts from earlier text, or from the checkpoint's prediction module:
+    %(prog)s --model DIR --speculate ngram:4
+    %(prog)s --model DIR --speculate mtp:2
+  small chunks and few pages, which preempt requests:
+    %(prog)s --max-batched-tokens 16 --num-pages 24 --plot run.png
+  heads, hidden columns and vocabulary on two devices:
+    %(prog)s --model DIR --mesh tensor=2
+  requests and experts on two devices:
+    %(prog)s --model DIR --mesh data=2
+  the same on two hosts, with I = 0 on one and I = 1 on the other; process 0
+  prints the results:
+    %(prog)s --model DIR --mesh data=2 --coordinator HOST:PORT \\
+        --num-processes 2 --process-id I
+  Mosaic kernels for supported calls, else XLA:
+    %(prog)s --implementation mosaic,xla
 
-Compilation runs before the batch and is timed separately. Example of a --prompt-ids file: [[1, 17, 23], [1, 17, 5, 6]].
-An output file is replaced when its content is complete; a pipe or device, such as /dev/stdout, is written directly.
+notes:
+  Example of a --prompt-ids file: [[1, 17, 23], [1, 17, 5, 6]]. Without a
+  tokenizer, answers are printed as token ids. Control characters in answers
+  are printed as escapes such as \\x1b; --json has the unchanged text.
+  Programs are compiled before the first token, and stored for later runs.
+  An output file is replaced when its content is complete; a pipe or device,
+  such as /dev/stdout, is written directly.
 
 exit status:
-  0  decoded (and verified)     1  --verify found a difference     130  interrupted
-  2  wrong input, or not enough device memory; nothing is decoded: one line on stderr has the reason
-  3  any other failure, such as a failed device or process, NaN or infinite logits, a result that cannot be written or
-     printed, or not enough memory for --verify: stderr has the reason
-If a run ends early, for example by Ctrl-C, the tokens decoded until then are printed and written.
+  0    decoded (and verified)
+  1    --verify found a difference
+  2    wrong input, or not enough device memory; nothing is decoded: the last
+       line on stderr has the reason
+  3    any other failure, such as a failed device or process, NaN or infinite
+       logits, a result that cannot be written or printed, or not enough memory
+       for --verify: stderr has the reason
+  130  interrupted
+If a run ends early, for example by Ctrl-C, the tokens decoded until then are
+printed and written.
 """
 
 
@@ -72,6 +105,9 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
     options = _parser(prog).parse_args(argv)
     options.prog = prog
     check_prompts(options)
+    _check_chat(options)
+    if options.max_tokens is None:
+        options.max_tokens = CHAT_MAX_TOKENS if options.chat else MAX_TOKENS
     sizes = ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len")
     for flag in (*sizes, "index_topk"):
         size = getattr(options, flag)
@@ -107,26 +143,39 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
 
 
 def _parser(prog: str) -> Parser:
-    epilog = EPILOG if prog == PROG else EPILOG.replace("run_decode.py", prog)
-    parser = Parser(prog, description=DESCRIPTION, epilog=epilog)
+    name = f"{prog}.py" if prog == PROG else prog
+    parser = Parser(name, usage=USAGE, description=DESCRIPTION, epilog=EPILOG)
     model = parser.add_argument_group("model", f"default: --random {RANDOM_MODELS[0]}")
     add_model(model.add_mutually_exclusive_group())
-    add_prompts(parser.add_argument_group("prompts", "one request per prompt").add_mutually_exclusive_group())
+    _add_prompts(parser.add_argument_group("prompts", "one request per prompt"))
     _add_sampling(parser.add_argument_group("sampling"))
-    _add_engine(parser.add_argument_group("engine"))
-    add_processes(parser.add_argument_group("several processes", "all with the same options except --process-id"))
-    _add_attention(parser.add_argument_group("computation"))
     _add_outputs(parser.add_argument_group("results"))
+    _add_attention(parser.add_argument_group("computation"))
+    add_compilation_cache(parser.add_argument_group("compilation"))
+    _add_engine(parser.add_argument_group("engine"))
+    _add_buckets(parser.add_argument_group("batch shapes", "one program is compiled for each shape"))
+    add_mesh(parser.add_argument_group("several devices"))
+    add_processes(parser.add_argument_group("several processes", "all with the same options except --process-id"))
     return parser
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    prompts = group.add_mutually_exclusive_group()
+    add_prompts(prompts)
+    prompts.add_argument(
+        "--chat",
+        action="store_true",
+        help="read messages from standard input, one per line, and answer each; needs a model with a chat template",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system prompt of --chat")
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-tokens",
         type=integer,
-        default=32,
         metavar="N",
-        help="maximum tokens generated per request (default: 32)",
+        help=f"maximum tokens generated per request (default: {MAX_TOKENS}; with --chat {CHAT_MAX_TOKENS})",
     )
     group.add_argument(
         "--temperature",
@@ -166,7 +215,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--max-batched-tokens",
         type=integer,
         metavar="N",
-        help="maximum new tokens of a step, decode and prefill together (default: 64, more without chunked prefill)",
+        help=f"maximum new tokens of a step, decode and prefill together (default: {STEP_TOKENS}, fewer if the prompts"
+        f" are shorter, more without chunked prefill; {DEMO_STEP_TOKENS} for the default prompts and with"
+        " --batch-invariant)",
     )
     group.add_argument(
         "--max-num-seqs", type=integer, metavar="N", help="maximum running requests; others wait (default: 4)"
@@ -181,9 +232,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--max-model-len",
         type=int,
         metavar="N",
-        help="maximum tokens of a request, prompt and output (default: the model's limit)",
+        help="maximum tokens of a request, prompt and output (default: the model's limit; with --chat at most"
+        f" {CHAT_TOKENS})",
     )
-    _add_buckets(group)
     group.add_argument(
         "--chunked-prefill",
         action=argparse.BooleanOptionalAction,
@@ -215,7 +266,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         " slower, because every step has the largest shape and prompts attend token by token",
     )
     add_speculate(group)
-    add_mesh(group)
 
 
 def _add_buckets(group: argparse._ArgumentGroup) -> None:
@@ -223,15 +273,15 @@ def _add_buckets(group: argparse._ArgumentGroup) -> None:
         "--decode-buckets",
         type=sizes,
         metavar="N[,N...]",
-        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs; each is compiled"
-        " (default: only --max-num-seqs if it is at most 64, else powers of two up to it)",
+        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs (default: only"
+        " --max-num-seqs if it is at most 64, else 64, 256, ... (factor 4) up to it)",
     )
     group.add_argument(
         "--prefill-buckets",
         type=sizes,
         metavar="N[,N...]",
-        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens; each is compiled"
-        " (default: only --max-batched-tokens if it is at most 64, else 32, 128, 512, ... (factor 4) up to it)",
+        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens (default: only"
+        " --max-batched-tokens; 32, 128, 512, ... (factor 4) up to it if many requests wait for others)",
     )
 
 
@@ -253,8 +303,9 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",
-        help="implementation of attention: mosaic, triton, xla, reference; several names are tried in order (default:"
-        " auto, the best on this device)",
+        help="implementation of attention: mosaic (Pallas kernels for Hopper), triton (Triton kernels for Ampere and"
+        " newer), xla (any device), reference (slow); several names are tried in order (default: auto, the first of"
+        " mosaic, triton and xla that supports the call on this device)",
     )
     group.add_argument(
         "--mla",
@@ -277,11 +328,13 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--stats", action="store_true", help="print a table of times, tokens and memory to stderr")
+    group.add_argument("--quiet", action="store_true", help="print only answers and errors: no progress, no statistics")
     group.add_argument("--json", type=Path, metavar="OUT", help="all results and statistics")
     group.add_argument("--dump-logits", type=Path, metavar="OUT.npz", help="logits of every computed prompt token")
     group.add_argument("--plot", type=Path, metavar="OUT.png", help="plot of steps, pages and latencies")
     group.add_argument("--profile", type=Path, metavar="DIR", help="a jax.profiler trace of the run")
-    group.add_argument("--no-progress", action="store_true", help="no progress bar on a terminal")
+    group.add_argument("--no-progress", action="store_true", help="no progress of compilation and decoding")
 
 
 def sizes(given: str) -> tuple[int, ...]:
@@ -292,6 +345,20 @@ def sizes(given: str) -> tuple[int, ...]:
 def _implementation(given: str) -> tuple[str, ...] | None:
     """Return the argument `implementation` of operations for a value of --implementation."""
     return None if given == "auto" else tuple(name.strip() for name in given.split(","))
+
+
+def _check_chat(options: argparse.Namespace) -> None:
+    """Raise UsageError if --chat or --system is given with an option that excludes it."""
+    if not options.chat:
+        if options.system is not None:
+            raise UsageError("--system needs --chat")
+        return
+    if options.model is None:
+        raise UsageError("--chat needs a --model with a chat template")
+    excluded = ("verify", "json", "dump_logits", "plot", "profile", "prefix_cache", "coordinator")
+    for name in excluded:
+        if getattr(options, name):
+            raise UsageError(f"--chat: not with --{name.replace('_', '-')}")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

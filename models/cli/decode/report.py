@@ -1,4 +1,4 @@
-"""Report of a run of run_decode.py: results and statistics, as JSON and as a table."""
+"""Report of a run of run_decode.py: results and statistics, as JSON, as a table and in one line."""
 
 from __future__ import annotations
 
@@ -134,6 +134,20 @@ class Report:
         positions after the newest token of a request."""
         return _by_position([output.accepted for output in self.outputs])
 
+    def summary(self) -> str:
+        """Return the most important statistics in one line."""
+        stats = self.stats
+        if len(self.outputs) == 1:
+            decoded = answer_summary(self.outputs[0])
+        else:
+            tokens = sum(len(output.output_ids) for output in self.outputs)
+            decoded = (
+                f"{len(self.outputs)} requests, {tokens:,} tokens, decode {stats.decode_tokens_per_s:,.0f} tokens/s"
+            )
+        programs = "1 program" if stats.compilations == 1 else f"{stats.compilations} programs"
+        loading = "" if self.loading is None else f"; loaded in {self.loading.seconds:.1f} s"
+        return f"{decoded}{loading}; {programs} ready after {stats.compile_s:.1f} s"
+
     def print(self, console: Console) -> None:
         """Print a table of the requests, then the statistics of the run."""
         console.print(Group(self._requests_table(), self._run_table()))
@@ -145,7 +159,6 @@ class Report:
         for header in ("", "prompt", "cached", "new", *of_drafts, "TTFT", "per token", "p95"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("end", no_wrap=True)
-        table.add_column("output")  # the only column that is shortened on narrow terminals
         for i, output in enumerate(self.outputs):
             table.add_row(
                 *map(str, (i, output.prompt_tokens, output.cached_tokens, len(output.output_ids))),
@@ -153,7 +166,6 @@ class Report:
                 "-" if output.ttft_s is None else _ms(output.ttft_s),
                 *(("-", "-") if not output.itl_s else map(_ms, np.percentile(output.itl_s, [50, 95]))),
                 output.finish_reason,
-                self._beginning(i),
             )
         return table
 
@@ -162,11 +174,6 @@ class Report:
         shares = ", ".join(_share(a, d) for a, d in zip(accepted, drafted, strict=True))
         positions = f"; by position {shares}" if len(drafted) > 1 else ""
         return f"{self.speculate}, {sum(accepted):,} of {sum(drafted):,} accepted{positions}"
-
-    def _beginning(self, i: int) -> Text:
-        ids = " ".join(map(str, self.outputs[i].output_ids[:40]))
-        text = ids if self.texts is None else " ".join(self.texts[i][:200].split())
-        return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _run_table(self) -> Table:
         stats = self.stats
@@ -193,10 +200,24 @@ class Report:
         if self.mesh is not None:
             rows["mesh"] = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         if self.verification is not None:
-            rows["verified"] = _verdict(self.verification)
+            rows["verified"] = verdict(self.verification)
         for name, value in rows.items():
             grid.add_row(name, value)
         return grid
+
+
+def answer_summary(output: RequestOutput) -> str:
+    """Return the statistics of one answer in one line: numbers of tokens, tokens per second after the first token, and
+    time to the first token."""
+    tokens = "1 token" if len(output.output_ids) == 1 else f"{len(output.output_ids):,} tokens"
+    rate = f", {len(output.itl_s) / sum(output.itl_s):,.0f} tokens/s" if sum(output.itl_s) else ""
+    first = "" if output.ttft_s is None else f", first token after {_ms(output.ttft_s)}"
+    cached = f" ({output.cached_tokens:,} cached)" if output.cached_tokens else ""
+    return f"{prompt_tokens(output.prompt_tokens)}{cached}, {tokens}{rate}{first}"
+
+
+def prompt_tokens(number: int) -> str:
+    return "1 prompt token" if number == 1 else f"{number:,} prompt tokens"
 
 
 def _loading(loading: Loading) -> str:
@@ -264,7 +285,8 @@ def _difference(i: int, found: Difference) -> str:
     return f"request {i}, output position {found.position}: got {got}, wanted {wanted}, margin {found.margin:.3g}"
 
 
-def _verdict(verification: Verification) -> Text:
+def verdict(verification: Verification) -> Text:
+    """Return the result of --verify: "yes" and the number of equal tokens, or "NO" and the differences."""
     if not verification.passed:
         return Text("NO\n" + "\n".join(differences(verification)), style="bold red")
     rounding = verification.rounding

@@ -370,6 +370,8 @@ class Speculation:
       adaptive: whether steps verify fewer drafts, or none, if measured acceptance rates and step times suggest that
         this gives more tokens per second. If False, steps verify `num_drafts` drafts per request, or fewer if free
         pages or the request's maximum length limit them.
+      few_programs: whether an adaptive engine chooses only between 0 and `num_drafts` drafts, so that fewer programs
+        are compiled. It then adapts less well to low acceptance rates.
 
     Raises:
       ValueError: proposer is not a `Proposer`, or num_drafts is out of range.
@@ -378,6 +380,7 @@ class Speculation:
     proposer: Proposer
     num_drafts: int = 4
     adaptive: bool = True
+    few_programs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.proposer, Proposer):
@@ -387,8 +390,10 @@ class Speculation:
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
-        """Numbers of drafts to which decode rows are padded, ascending: 0, 1, 2, 4, ... and `num_drafts` if adaptive,
-        otherwise only `num_drafts`."""
+        """Numbers of drafts to which decode rows are padded, ascending: 0, 1, 2, 4, ... and `num_drafts` if adaptive (0
+        and `num_drafts` with few_programs), otherwise only `num_drafts`."""
         if not self.adaptive:
             return (self.num_drafts,)
+        if self.few_programs:
+            return (0, self.num_drafts)
         return (0, *(1 << i for i in range(self.num_drafts.bit_length()) if 1 << i < self.num_drafts), self.num_drafts)

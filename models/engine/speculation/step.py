@@ -22,6 +22,7 @@ cache slot is the index of a token's place in the cache: page row · page size +
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_attn import FULL, slot_mapping
 from pallas_attn.models.config import HeadWindows, ModelConfig, cache_groups
@@ -37,6 +38,7 @@ from pallas_attn.models.decoder import AttentionSettings, Caches, StepMetadata
 from pallas_attn.models.decoder.mesh import AXES, DATA
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.logit_edits import DraftsBefore, EditRows, EditState, make_edit
 from pallas_attn.models.engine.sampler import SamplingRows, draw
 from pallas_attn.models.engine.speculation.proposer import (
     DraftRows,
@@ -49,6 +51,7 @@ from pallas_attn.models.engine.speculation.proposer import (
     tree_lens,
 )
 from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.plain import LogitsOf, logprobs_of_rows, with_prompt_logprobs
 from pallas_attn.models.engine.step.plan import RowTokens
 
 _NOTHING = -2
@@ -141,6 +144,7 @@ class _Verified:
       lens: int32 [Bd], number of tokens of each sequence with the new tokens; 0 for idle rows.
       last: int32 [Bd], index of the input that is the last accepted draft; 0 if no draft is accepted.
       next_tokens: int32 [Bd, Q], token sampled after each input, if the input is 0 or an accepted draft; else _NOTHING.
+      inputs: int32 [Bd, Q], index of the input after which each of `tokens` was sampled.
     """
 
     tokens: Int32[Array, "Bd Q"]
@@ -148,6 +152,7 @@ class _Verified:
     lens: Int32[Array, "Bd"]
     last: Int32[Array, "Bd"]
     next_tokens: Int32[Array, "Bd Q"]
+    inputs: Int32[Array, "Bd Q"]
 
 
 def accept(
@@ -214,7 +219,13 @@ def run_speculative_step(
     caches: Caches,
     state: SpeculativeState,
     packed: Int32[Array, "n"],
-) -> tuple[Int32[Array, "n"], Float[Array, "tokens V"] | None, Caches, SpeculativeState]:
+    edits: EditState,
+    masks: UInt32[Array, "rows W"],
+    *,
+    logits_of: LogitsOf | None = None,
+) -> tuple[
+    Int32[Array, "n"], Int32[Array, "m words"], Float[Array, "tokens V"] | None, Caches, SpeculativeState, EditState
+]:
     """Run one step on the device.
 
     Args:
@@ -225,10 +236,15 @@ def run_speculative_step(
       caches: caches of all layers.
       state: state of the running requests.
       packed: the step's metadata, from `PackedStep.pack`.
+      edits: state of the request slots, for changes of logits.
+      masks: bit masks of allowed tokens of each row; ignored for rows without a token filter. Rows with a token filter
+        have no drafts.
+      logits_of: as in `run_step`.
 
     Returns:
-      Sampled tokens in the format of `read_tokens`; logits of the prefill tokens, or None if `bucket.all_logits` is
-      False; caches with the new tokens; and the new state.
+      Sampled tokens in the format of `read_tokens`; log probabilities of the Q tokens of each decode row, then of the
+      token of each prefill row, then of prompt tokens, as `pack_logprobs`; logits of the prefill tokens, or None if
+      `bucket.all_logits` is False; caches with the new tokens; and the new state and `edits`.
     """
     if config.speculate is None:
         raise ValueError("speculate: expected a Speculation, got None")
@@ -251,11 +267,16 @@ def run_speculative_step(
     kv_lens = jnp.where(rows.lens > 0, rows.lens + num_drafts, 0)
     reach = None if tree is None else tree.reach()
     metadata = _metadata(config, step, kv_lens, q_lens, queries, logit_rows, reach)
-    extra = {"return_hidden": True} if proposer.needs_hidden else {}
+    scores = logits_of is not None and bucket.prefill_tokens > 0
+    extra = {"return_hidden": True} if proposer.needs_hidden or scores else {}
     logits, caches, *hidden = model_step(of_target, tokens, caches, metadata, **extra)
 
     places = query_lens(kv_lens, q_lens, queries) if reach is None else tree_lens(kv_lens, q_lens, reach)
-    chosen = draw(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
+    of_sampling = logits[sampling] if bucket.all_logits else logits
+    sampled, edited = _sampling_rows(step, places, queries), _edit_rows(config, step, masks, queries)
+    before = DraftsBefore(drafts, _line_reach(num_rows, queries) if reach is None else reach)
+    chosen = draw(of_sampling, sampled, make_edit(edited, sampled.position, edits, config.logits_processor, before))
+    logprobs = logprobs_of_rows(config, edited, of_sampling, chosen)
     of_rows = chosen[: num_rows * queries].reshape(num_rows, queries)
     if tree is None or reach is None:
         verified, depth = _verify(of_rows, drafts, num_drafts, rows.lens), num_drafts
@@ -266,14 +287,23 @@ def run_speculative_step(
             jnp.max(jnp.where(_first(reach, 1 + num_drafts), jnp.sum(reach, axis=2, dtype=jnp.int32), 1), axis=1) - 1
         )
     of_prefill = chosen[num_rows * queries :]
-    observed = _observe(step, metadata, tokens, verified, of_prefill, hidden[0] if hidden else None, rows)
+    observed = _observe(
+        step, metadata, tokens, verified, of_prefill, hidden[0] if proposer.needs_hidden else None, rows
+    )
     memory = proposer.observe(of_proposer, memory, observed)
     caches = observed.moved(caches)
 
     state = _next_state(state, observed, verified, of_prefill, memory)
     result = jnp.concatenate([verified.tokens, depth[:, None]], axis=1).reshape(-1)
     result = jnp.concatenate([result, of_prefill])
-    return result, logits[num_rows * queries :] if bucket.all_logits else None, caches, state
+    edits = edits.with_sampled(edited, jnp.concatenate([verified.tokens.reshape(-1), of_prefill]))
+    inputs = (jnp.arange(num_rows, dtype=jnp.int32)[:, None] * queries + verified.inputs).reshape(-1)
+    logprobs = jnp.concatenate([logprobs[inputs], logprobs[num_rows * queries :]])
+    if logits_of is not None and scores:
+        of_prompt = functools.partial(logits_of, of_target)
+        logprobs = with_prompt_logprobs(config, step, logprobs, hidden[0][num_rows * queries :], of_prompt)
+    prompt_logits = logits[num_rows * queries :] if bucket.all_logits else None
+    return result, logprobs, prompt_logits, caches, state, edits
 
 
 def _propose(
@@ -397,11 +427,25 @@ def _sampling_rows(step: PackedStep, places: Int32[Array, "BdQ"], queries: int) 
     """Return the sampling parameters for each input of the decode rows, then for each prefill row. `places` are the
     positions of the tokens sampled after the inputs of decode rows."""
     given, num_rows = step.sampling_rows(), step.decode_request_slots.shape[0]
+    expanded = jax.tree.map(lambda values: _repeated(values, num_rows, queries), given)
+    return dataclasses.replace(expanded, position=jnp.concatenate([places, given.position[num_rows:]]))
 
-    def each(values: Array) -> Array:
-        return jnp.concatenate([jnp.repeat(values[:num_rows], queries), values[num_rows:]])
 
-    return dataclasses.replace(jax.tree.map(each, given), position=jnp.concatenate([places, given.position[num_rows:]]))
+def _edit_rows(config: RunnerConfig, step: PackedStep, masks: UInt32[Array, "rows W"], queries: int) -> EditRows:
+    """Return the parameters that change logits for each input of the decode rows, then for each prefill row."""
+    num_rows = step.decode_request_slots.shape[0]
+    return jax.tree.map(lambda values: _repeated(values, num_rows, queries), step.edit_rows(config, masks))
+
+
+def _repeated(values: Array, num_rows: int, queries: int) -> Array:
+    """Repeat each of the first `num_rows` entries along axis 0 `queries` times."""
+    return jnp.concatenate([jnp.repeat(values[:num_rows], queries, axis=0), values[num_rows:]])
+
+
+def _line_reach(num_rows: int, queries: int) -> Bool[Array, "Bd Q Q"]:
+    """Return `DraftTree.reach` of drafts in a line."""
+    index = jnp.arange(queries, dtype=jnp.int32)
+    return jnp.broadcast_to(index[:, None] >= index[None], (num_rows, queries, queries))
 
 
 def _verify(
@@ -415,7 +459,8 @@ def _verify(
     query = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None]
     is_got = (query <= accepted[:, None]) & (lens > 0)[:, None]
     tokens = jnp.where(is_got, chosen, _NOTHING)
-    return _Verified(tokens, accepted, jnp.where(lens > 0, lens + accepted + 1, 0), accepted, tokens)
+    inputs = jnp.broadcast_to(query, tokens.shape)
+    return _Verified(tokens, accepted, jnp.where(lens > 0, lens + accepted + 1, 0), accepted, tokens, inputs)
 
 
 def _verify_tree(
@@ -438,6 +483,7 @@ def _verify_tree(
         lens=jnp.where(lens > 0, lens + accepted + 1, 0),
         last=branch[:, -1],
         next_tokens=jnp.where(on_branch, chosen, _NOTHING),
+        inputs=branch,
     )
 
 
@@ -459,9 +505,7 @@ def _observe(
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
     index, ends = jnp.arange(num_prefill, dtype=jnp.int32), step.cu_q_lens[1:]
     after_end = jnp.where(step.prefill_next < 0, jnp.maximum(of_prefill, 0), step.prefill_next)
-    starts = step.cu_q_lens[:-1]
-    last = jnp.where(starts < ends, ends - 1, num_prefill)
-    following = jnp.roll(step.prefill_ids, -1).at[last].set(after_end, mode="drop")
+    following = dataclasses.replace(step, prefill_next=after_end).next_prompt_tokens()
     is_prompt = index < step.cu_q_lens[-1]
     counts = verified.next_tokens != _NOTHING
     got = jnp.where(counts, jnp.maximum(verified.next_tokens, 0), -1).reshape(-1)

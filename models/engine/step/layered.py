@@ -27,14 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
+from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import read_step, sample_rows
+from pallas_attn.models.engine.step.plain import read_step, sample_rows, with_prompt_logprobs
 
 type OnLayer = Callable[[int, RowCopies], None]
 """Function (layer, copies), called on the host when the copies of the layer's page rows have been launched. The device
@@ -75,13 +76,15 @@ class LayeredStep:
         weights: Sequence[Array],
         caches: Caches,
         last_tokens: Any,
+        edits: EditState,
+        masks: Array,
         start: Callable[[jax.stages.Lowered], Future[Any]],
     ) -> Callable[[], StepPrograms]:
         """Lower the programs of a bucket and start their compilation.
 
         Args:
           bucket: padded shape of the step.
-          weights, caches, last_tokens: as in `run_step`.
+          weights, caches, last_tokens, edits, masks: as in `run_step`.
           start: function that starts the compilation of a lowered program in another thread.
 
         Returns:
@@ -111,7 +114,8 @@ class LayeredStep:
                 known[key] = program(functools.partial(apply_layer_range, kinds), (1, 2), *arguments)
             of_layers, (_, x, choice) = known[key]
             futures.append(of_layers)
-        finish, _ = program(functools.partial(self._finish, bucket), (2,), weights, x, last_tokens, packed)
+        arguments = weights, x, last_tokens, packed, edits, masks
+        finish, _ = program(functools.partial(self._finish, bucket), (2, 4), *arguments)
 
         def finished() -> StepPrograms:
             programs = [future.result() for future in futures]
@@ -137,12 +141,27 @@ class LayeredStep:
         return self._rebuild(weights).begin(tokens, cache, step.metadata(self._config.page_size, logit_rows))
 
     def _finish(
-        self, bucket: Bucket, weights: Sequence[Array], x: Array, last_tokens: Array, packed: Array
-    ) -> tuple[Array, Array | None, Array]:
-        """Compute logits from the last layer's output x [T, D], and sample. Results as of `sample_rows`."""
+        self,
+        bucket: Bucket,
+        weights: Sequence[Array],
+        x: Array,
+        last_tokens: Array,
+        packed: Array,
+        edits: EditState,
+        masks: Array,
+    ) -> tuple[Array, Array, Array | None, Array, EditState]:
+        """Compute logits from the last layer's output x [T, D], and sample. Results as of `sample_rows`, with log
+        probabilities of prompt tokens."""
         step, _, sampling, logit_rows = read_step(self._config, bucket, packed, last_tokens)
-        logits = self._rebuild(weights).finish(x, logit_rows)
-        return sample_rows(bucket, step, logits, sampling, last_tokens)
+        model = self._rebuild(weights)
+        logits = model.finish(x, logit_rows)
+        results = sample_rows(self._config, bucket, step, logits, sampling, last_tokens, edits, masks)
+        chosen, logprobs, prompt_logits, last_tokens, edits = results
+        prompt = x[bucket.decode_rows :]
+        logprobs = with_prompt_logprobs(
+            self._config, step, logprobs, prompt, lambda hidden: model.logits(model.norm(hidden))
+        )
+        return chosen, logprobs, prompt_logits, last_tokens, edits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +188,14 @@ class StepPrograms:
         caches: Caches,
         last_tokens: Int32[Array, "slots"],
         packed: Int32[Array, "n"],
+        edits: EditState,
+        masks: UInt32[Array, "rows W"],
         on_program: OnProgram | None = None,
-    ) -> tuple[Array, Array | None, Caches, Array]:
-        """Launch all programs without waiting for them. Caches and last tokens are donated.
+    ) -> tuple[Array, Array, Array | None, Caches, Array, EditState]:
+        """Launch all programs without waiting for them. Caches, last tokens and edits are donated.
 
         Args:
-          weights, caches, last_tokens, packed: as in `run_step`, all on the device.
+          weights, caches, last_tokens, packed, edits, masks: as in `run_step`, all on the device.
           on_program: called after each program of a layer range has been launched. After the last range, it is called
             only when `finish` has been launched as well.
 
@@ -190,12 +211,12 @@ class StepPrograms:
             own, x, choice = program(of_layers, caches[layer_range.start : layer_range.stop], x, choice, *shared)
             written += own
             if layer_range.stop == len(self.layers):
-                results = self.finish(weights, x, last_tokens, packed)
+                results = self.finish(weights, x, last_tokens, packed, edits, masks)
                 results[0].copy_to_host_async()  # sampled tokens; copies of page rows would delay them
             if on_program is not None:
                 on_program(layer_range, own)
-        tokens, logits, last_tokens = results
-        return tokens, logits, tuple(written), last_tokens
+        tokens, logprobs, logits, last_tokens, edits = results
+        return tokens, logprobs, logits, tuple(written), last_tokens, edits
 
 
 @dataclasses.dataclass(frozen=True)

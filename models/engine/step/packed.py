@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt32
 
 from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 from pallas_attn.models.decoder import GroupTables, StepMetadata
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
+from pallas_attn.models.engine.logit_edits import EditRows, LogitsProcessor
 from pallas_attn.models.engine.sampler import SamplingRows
 from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
 
@@ -45,10 +46,13 @@ class PackedStep:
       prefill_kv_lens: [S], tokens of the sequence up to and including the row's last token.
       prefill_tables: block tables of the prefill rows, one array for each cache group: [S, P] or [S, Hkv, P].
       prefill_request_slots: [S], request slot for the token sampled after the row; -1 if no token is sampled.
-      prefill_next: [S], the known token after the row's last token; -1 if this token is sampled. Empty without
-        speculation.
-      temperature, top_k, top_p, seed: [Bd + S], sampling parameters of decode rows, then of prefill rows. temperature
-        and top_p are the bits of float32 values, seed is the bits of a uint32 value.
+      prefill_next: [S], the known token after the row's last token; -1 if this token is sampled.
+      temperature, top_k, top_p, min_p, seed: [Bd + S], sampling parameters of decode rows, then of prefill rows.
+        temperature, top_p and min_p are the bits of float32 values, seed is the bits of a uint32 value.
+      flags: [Bd + S], `RowFlags` of rows that sample a token; 0 for other rows.
+      penalties: [3, Bd + S], bits of the float32 values of repetition, presence and frequency penalties.
+      extra: [names, Bd + S], bits of the float32 arguments of the logits processor.
+      wants_prompt_logprobs: [1], 1 if a prefill row of any data rank needs log probabilities of prompt tokens, else 0.
     """
 
     decode_request_slots: Any
@@ -65,7 +69,12 @@ class PackedStep:
     temperature: Any
     top_k: Any
     top_p: Any
+    min_p: Any
     seed: Any
+    flags: Any
+    penalties: Any
+    extra: Any
+    wants_prompt_logprobs: Any
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
@@ -83,11 +92,16 @@ class PackedStep:
             "prefill_kv_lens": (prefill,),
             "prefill_tables": config.table_shapes(prefill),
             "prefill_request_slots": (prefill,),
-            "prefill_next": (prefill if speculates else 0,),
+            "prefill_next": (prefill,),
             "temperature": rows,
             "top_k": rows,
             "top_p": rows,
+            "min_p": rows,
             "seed": rows,
+            "flags": rows,
+            "penalties": (3, *rows),
+            "extra": (0 if config.logits_processor is None else len(config.logits_processor.defaults), *rows),
+            "wants_prompt_logprobs": (1,),
         }
 
     @classmethod
@@ -124,7 +138,7 @@ class PackedStep:
             step.decode_request_slots[i], step.decode_kv_lens[i] = row.request_slot, row.start + 1
             if config.speculate is not None:
                 step.decode_limits[i], step.decode_drafts[i] = row.limit, row.num_drafts
-            step._set_sampling(i, row)
+            step._set_sampling(i, row, config.logits_processor)
         end = 0
         for i, row in enumerate(plan.prefill):
             step.prefill_ids[end : end + row.num_tokens] = row.request.token_ids[row.start : row.start + row.num_tokens]
@@ -132,17 +146,23 @@ class PackedStep:
             step.cu_q_lens[i + 1 :] = end
             step.prefill_kv_lens[i] = row.start + row.num_tokens
             step.prefill_request_slots[i] = row.request_slot if row.samples else PAGE_NONE
-            if config.speculate is not None:
-                step.prefill_next[i] = -1 if row.samples else row.request.token_ids[row.start + row.num_tokens]
-            step._set_sampling(bucket.decode_rows + i, row)
+            step.prefill_next[i] = -1 if row.samples else row.request.token_ids[row.start + row.num_tokens]
+            step._set_sampling(bucket.decode_rows + i, row, config.logits_processor)
         return packed
 
-    def _set_sampling(self, i: int, row: ScheduledRow) -> None:
+    def _set_sampling(self, i: int, row: ScheduledRow, processor: LogitsProcessor | None) -> None:
         params = row.request.params
         self.temperature.view(np.float32)[i] = params.temperature
         self.top_p.view(np.float32)[i] = params.top_p
+        self.min_p.view(np.float32)[i] = params.min_p
         self.seed.view(np.uint32)[i] = params.seed
         self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
+        if row.samples and row.request.flags:
+            self.flags[i] = row.request.flags
+            penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+            self.penalties.view(np.float32)[:, i] = penalties
+        if processor is not None:
+            self.extra.view(np.float32)[:, i] = processor.values(params.extra_args)
 
     def sampling_rows(self) -> SamplingRows:
         """Return the sampling parameters of each row, of the decode rows first. The position of the token to sample
@@ -152,9 +172,36 @@ class PackedStep:
             temperature=bits(self.temperature),
             top_k=self.top_k,
             top_p=bits(self.top_p),
+            min_p=bits(self.min_p),
             seed=jax.lax.bitcast_convert_type(self.seed, jnp.uint32),
             position=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
         )
+
+    def edit_rows(self, config: RunnerConfig, masks: UInt32[Array, "rows W"]) -> EditRows:
+        """Return the parameters of each row that change logits, of the decode rows first.
+
+        Args:
+          config: sizes and logits processor.
+          masks: bit masks of allowed tokens; ignored for rows without a token filter.
+        """
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+        repetition, presence, frequency = bits(self.penalties)
+        names = () if config.logits_processor is None else config.logits_processor.defaults
+        return EditRows(
+            slots=jnp.concatenate([self.decode_request_slots, self.prefill_request_slots]),
+            flags=self.flags,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            extra=dict(zip(names, bits(self.extra), strict=True)),
+            masks=masks,
+        )
+
+    def next_prompt_tokens(self) -> Int32[Array, "T"]:
+        """Return the known token after each prefill token; -1 if it is sampled."""
+        starts, ends, num_tokens = self.cu_q_lens[:-1], self.cu_q_lens[1:], self.prefill_ids.shape[0]
+        last = jnp.where(starts < ends, ends - 1, num_tokens)
+        return jnp.roll(self.prefill_ids, -1).at[last].set(self.prefill_next, mode="drop")
 
     def metadata(
         self, page_size: int, logit_rows: Int32[Array, "n"], drafting: StepMetadata | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.request import Request, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class ScheduledRow:
     num_drafts: int = 0
     limit: int = 0
 
+    @property
+    def num_scored(self) -> int:
+        """Number of leading tokens of a prefill row after which a prompt token follows whose log probability the
+        request wants."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return max(min(self.num_tokens, len(self.request.prompt_ids) - 1 - self.start), 0)
+
 
 class RowTokens(NamedTuple):
     """Tokens sampled for one row of a step.
@@ -44,10 +52,12 @@ class RowTokens(NamedTuple):
         logits were NaN or infinite. Empty if the row was idle, because the request reached its limit in an earlier
         step.
       drafted: Number of verified drafts. If the drafts form a tree, length of its longest branch of verified drafts.
+      logprobs: Log probabilities of `tokens`; empty if the request does not want them.
     """
 
     tokens: Sequence[int]
     drafted: int = 0
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +94,8 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether a prefill row computes prompt tokens of a request that wants their log probabilities."""
+        return any(row.num_scored for row in self.prefill)

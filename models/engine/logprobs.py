@@ -1,0 +1,120 @@
+"""Log probabilities of tokens, and the likeliest tokens at their positions.
+
+Log probabilities are the logarithm of the softmax of the model's logits, before any sampling parameter is applied. They
+are computed on the device only in steps with a row that requests them, and are copied to the host only then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_attn.models.engine.request import TokenLogprobs
+
+_TOP_K = 16
+"""Number of likeliest tokens that are searched together. XLA has a GPU kernel for up to 16, and sorts for more."""
+
+
+_PROMPT_TOKENS = 128
+"""Number of prompt tokens whose logits are in memory together."""
+
+
+def num_words(max_logprobs: int) -> int:
+    """Number of entries per token of the result of `pack_logprobs`."""
+    return 2 + 2 * max_logprobs
+
+
+def pack_logprobs(
+    logits: Float[Array, "n V"], tokens: Int32[Array, "n"], max_logprobs: int, is_used: Bool[Array, ""]
+) -> Int32[Array, "n words"]:
+    """Compute log probabilities on the device.
+
+    Args:
+      logits: the model's logits.
+      tokens: one token per row. The result of rows with negative tokens is arbitrary.
+      max_logprobs: number of likeliest tokens to return, at most V.
+      is_used: whether to compute the result. Otherwise it is 0.
+
+    Returns:
+      For each row: bits of the float32 log probability of the token; rank of the token, as `TokenLogprobs.rank`; ids of
+      the likeliest tokens, likeliest first; bits of their log probabilities.
+    """
+
+    idle = functools.partial(jnp.zeros, (logits.shape[0], num_words(max_logprobs)), jnp.int32)
+    return lax.cond(is_used, lambda: _pack(logits, tokens, max_logprobs), idle)
+
+
+def pack_prompt_logprobs(
+    logits_of: Callable[[Float[Array, "n D"]], Float[Array, "n V"]],
+    hidden: Float[Array, "T D"],
+    tokens: Int32[Array, "T"],
+    max_logprobs: int,
+    is_used: Bool[Array, ""],
+) -> Int32[Array, "T words"]:
+    """Compute log probabilities from hidden states, with the logits of `_PROMPT_TOKENS` tokens at a time.
+
+    Args:
+      logits_of: function from hidden states to logits.
+      hidden: hidden states of the tokens before `tokens`.
+      tokens, max_logprobs, is_used: as in `pack_logprobs`. On a mesh, `is_used` is equal on all devices, because
+        `logits_of` may exchange data between devices.
+
+    Returns:
+      As `pack_logprobs`.
+    """
+    num_tokens = tokens.shape[0]
+    size = min(_PROMPT_TOKENS, num_tokens)
+
+    def packed() -> Int32[Array, "T words"]:
+        padding = -num_tokens % size
+        chunks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
+        of_chunks = jnp.pad(tokens, (0, padding)).reshape(-1, size)
+        each = lax.map(lambda chunk: _pack(logits_of(chunk[0]), chunk[1], max_logprobs), (chunks, of_chunks))
+        return each.reshape(num_tokens + padding, -1)[:num_tokens]
+
+    return lax.cond(is_used, packed, functools.partial(jnp.zeros, (num_tokens, num_words(max_logprobs)), jnp.int32))
+
+
+def _pack(logits: Float[Array, "n V"], tokens: Int32[Array, "n"], max_logprobs: int) -> Int32[Array, "n words"]:
+    """Compute the result of `pack_logprobs`."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)
+    rank = jnp.sum(logits >= own, axis=-1, dtype=jnp.int32, keepdims=True)
+    values, ids = _likeliest(logits, max_logprobs)
+    of_own, of_top = (lax.bitcast_convert_type((x - largest) - total, jnp.int32) for x in (own, values))
+    return jnp.concatenate([of_own, rank, ids, of_top], axis=1)
+
+
+def _likeliest(logits: Float[Array, "n V"], count: int) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
+    """Return the highest logits of each row and their tokens. Of equal logits, lower ids come first."""
+    values, ids = [logits[:, :0]], [jnp.zeros((logits.shape[0], 0), jnp.int32)]
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    for begin in range(0, count, _TOP_K):
+        found, at = lax.top_k(logits, min(count - begin, _TOP_K))
+        values.append(found)
+        ids.append(at.astype(jnp.int32))
+        logits = logits.at[row, at].set(-jnp.inf)
+    return jnp.concatenate(values, axis=1), jnp.concatenate(ids, axis=1)
+
+
+def read_logprobs(packed: np.ndarray, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Convert the first rows of the result of `pack_logprobs` on the host.
+
+    Args:
+      packed: int32 [n, words].
+      tokens: the tokens of the first rows.
+      count: number of likeliest tokens to return.
+    """
+    max_logprobs = packed.shape[1] // 2 - 1
+    floats = np.ascontiguousarray(packed).view(np.float32)
+    read = []
+    for token, words, values in zip(tokens, packed.tolist(), floats.tolist(), strict=False):
+        top = zip(words[2 : 2 + count], values[2 + max_logprobs : 2 + max_logprobs + count], strict=True)
+        read.append(TokenLogprobs(token, values[0], words[1], tuple(top)))
+    return read

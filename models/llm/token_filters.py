@@ -1,0 +1,247 @@
+"""Filters of the next token: `SamplingParams.bad_words` and `SamplingParams.structured_outputs`.
+
+The engine calls `TokenFilter.allowed` before each token of a request, and with drafts also for tokens that it rejects
+later. A mask has one bit per token of the model's vocabulary, in 32-bit words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+import llguidance
+import numpy as np
+
+from pallas_attn.models.checkpoints import Tokenizer
+from pallas_attn.models.checkpoints.detokenizer import token_bytes
+from pallas_attn.models.engine import StructuredOutputs, TokenFilter
+
+
+def token_mask(vocab_size: int, tokens: Collection[int]) -> np.ndarray:
+    """Return the mask of tokens, uint32 [ceil(vocab_size / 32)]. Ids outside the vocabulary are ignored."""
+    mask = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in tokens:
+        if 0 <= token < vocab_size:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask
+
+
+def full_mask(vocab_size: int) -> np.ndarray:
+    """Return the mask of all tokens. Bits after the last token are 0."""
+    mask = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+    if vocab_size % 32:
+        mask[-1] = (1 << vocab_size % 32) - 1
+    return mask
+
+
+class BadWords:
+    """Excludes texts, as vLLM does: the last token of a text is excluded after its other tokens.
+
+    Each text is tokenized with and without a space before it. Another tokenization of the same text is not excluded.
+
+    Args:
+      words: the texts.
+      tokenizer: the tokenizer.
+      vocab_size: number of tokens of the model.
+
+    Raises:
+      ValueError: a text has no token or a token outside the vocabulary.
+    """
+
+    def __init__(self, words: Sequence[str], tokenizer: Tokenizer, vocab_size: int):
+        self._full = full_mask(vocab_size)
+        sequences: list[list[int]] = []
+        for word in words:
+            stripped = word.lstrip()
+            plain, spaced = (tokenizer.encode(start + stripped, add_special_tokens=False) for start in ("", " "))
+            if not plain or not all(0 <= token < vocab_size for token in (*plain, *spaced)):
+                raise ValueError(f"bad_words: expected texts that have tokens of the model's vocabulary, got {word!r}")
+            sequences.append(plain)
+            # vLLM's rule for a token that starts a new word: the first token differs, the number of tokens does not.
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        self._by_length: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for *before, last in sequences:
+            self._by_length.setdefault(len(before), {}).setdefault(tuple(before), []).append(last)
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+        excluded = [
+            token
+            for length, sequences in self._by_length.items()
+            if length <= len(output_ids)
+            for token in sequences.get(tuple(output_ids[len(output_ids) - length :]), ())
+        ]
+        if not excluded:
+            return None
+        return self._full & ~token_mask(len(self._full) * 32, excluded)
+
+
+class GrammarTokenizer:
+    """The vocabulary of a model, prepared for grammars. One object serves all requests.
+
+    Args:
+      tokenizer: the tokenizer.
+      vocab_size: number of tokens of the model. It may differ from the number of tokens of the tokenizer.
+      eos_token_ids: end-of-sequence tokens of the model.
+
+    Raises:
+      ValueError: the model has no end-of-sequence token.
+      NotImplementedError: the text of a token depends on other tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]):
+        self.eos_token_ids = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
+        if not self.eos_token_ids:
+            raise ValueError("structured_outputs: expected a model with an end-of-sequence token, it has none")
+        self.vocab_size = vocab_size
+        pieces = tokenizer.pieces
+        special = {*pieces.special, *self.eos_token_ids}
+        tokens = [b""] * vocab_size  # tokens without text are never allowed
+        for token, text in token_bytes(pieces).items():
+            if token < vocab_size:
+                tokens[token] = text
+        for token in self.eos_token_ids:
+            tokens[token] = tokens[token] or f"<eos {token}>".encode()
+        self._tokenizer = tokenizer
+        self.tokens, self.special_token_ids = tokens, sorted(token for token in special if token < vocab_size)
+        self._by_bytes = {
+            value: token for token, value in reversed([*enumerate(tokens)]) if value and token not in special
+        }
+        self._longest = max(map(len, self._by_bytes), default=0)
+        self.eos_token_id, self.bos_token_id = self.eos_token_ids[0], None
+        self.core = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(self), n_vocab=vocab_size, eos_token=self.eos_token_ids
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Encode a part of a text, as UTF-8.
+
+        llguidance calls this method for bytes that a grammar forces, and then allows only the first token of the
+        result. Therefore the tokens must have exactly these bytes. A tokenizer may add a space to the start of a text,
+        so it gets a character before the text, whose tokens are removed.
+        """
+        start = "\x02"
+        ids = self._tokenizer.encode(start + text.decode(errors="replace"), add_special_tokens=False)
+        values = [self.tokens[token] if token < self.vocab_size else b"" for token in ids]
+        for first in range(1, len(ids)):
+            if b"".join(values[:first]).endswith(start.encode()) and b"".join(values[first:]) == text:
+                return ids[first:]
+        return self._longest_tokens(text)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        """Encode bytes with the longest token at each position. Stop at bytes that no token starts with."""
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            token, at = next(
+                ((self._by_bytes[text[at:end]], end) for end in ends if text[at:end] in self._by_bytes),
+                (None, len(text)),
+            )
+            if token is not None:
+                ids.append(token)
+        return ids
+
+    def matcher(self, outputs: StructuredOutputs) -> llguidance.LLMatcher:
+        """Compile a grammar.
+
+        Raises:
+          ValueError: the grammar is not valid. The message is llguidance's.
+        """
+        new, grammar = llguidance.LLMatcher, ""
+        name = next(name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None)
+        try:
+            if outputs.json is not None:
+                grammar = new.grammar_from_json_schema(str(outputs.json))
+            elif outputs.regex is not None:
+                grammar = new.grammar_from_regex(outputs.regex)
+            elif outputs.choice is not None:
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice)
+                grammar = new.grammar_from_lark(f"start: {texts}")
+            elif outputs.grammar is not None:
+                grammar = llguidance.grammar_from("grammar", outputs.grammar)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {name}: {error}") from error
+        matcher = new(self.core, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {name}: {matcher.get_error()}")
+        return matcher
+
+
+class GrammarFilter:
+    """Allows tokens that continue a text of a grammar; an end-of-sequence token where the text may end; and only
+    end-of-sequence tokens where it must end.
+
+    The state of the grammar after the tokens of the last call is stored. A call with other tokens rolls it back to the
+    last common token.
+
+    Args:
+      tokenizer: the vocabulary.
+      outputs: the grammar.
+      min_tokens: number of tokens before which no token of `ends` is allowed, unless no other token is allowed.
+      ends: end-of-sequence tokens and stop tokens.
+
+    Attributes:
+      error: message of llguidance if it failed, for example because the grammar is too complex; otherwise None. After a
+        failure only end-of-sequence tokens are allowed.
+
+    Raises:
+      ValueError: the grammar is not valid.
+    """
+
+    def __init__(
+        self, tokenizer: GrammarTokenizer, outputs: StructuredOutputs, min_tokens: int = 0, ends: Collection[int] = ()
+    ):
+        self.error: str | None = None
+        self._matcher = tokenizer.matcher(outputs)
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._only_eos = token_mask(tokenizer.vocab_size, self._eos)
+        self._full = full_mask(tokenizer.vocab_size)
+        self._min_tokens, self._ends = min_tokens, token_mask(tokenizer.vocab_size, [*ends, *self._eos])
+        self._consumed: list[int] = []
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
+        if self.error is not None or not self._move_to(output_ids) or self._matcher.is_stopped():
+            self._record_error()
+            return self._only_eos
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._full)] & self._full
+        self._record_error()
+        if len(output_ids) < self._min_tokens and (later := mask & ~self._ends).any():
+            return later
+        return mask if mask.any() else self._only_eos
+
+    def _move_to(self, output_ids: Sequence[int]) -> bool:
+        """Consume the output tokens. Return False if they are not a start of a text of the grammar."""
+        ids = list(output_ids)
+        end = next((i for i, token in enumerate(ids) if token in self._eos), len(ids))  # with ignore_eos
+        ids, consumed = ids[:end], self._consumed
+        common = len(consumed)
+        if ids[:common] != consumed:
+            common = next(i for i, token in enumerate(consumed) if ids[i : i + 1] != [token])
+            self._matcher.rollback(len(consumed) - common)
+            del consumed[common:]
+        accepted = self._matcher.try_consume_tokens(ids[common:]) if ids[common:] else 0
+        consumed.extend(ids[common : common + accepted])
+        return len(consumed) == len(ids)
+
+    def _record_error(self) -> None:
+        if self._matcher.is_error() and self.error is None:
+            self.error = self._matcher.get_error()
+
+
+class AllOf:
+    """Allows the tokens that all filters allow. If no token remains, end-of-sequence tokens are allowed.
+
+    Args:
+      filters: the filters.
+      only_eos: mask of the model's end-of-sequence tokens.
+    """
+
+    def __init__(self, filters: Sequence[TokenFilter], only_eos: np.ndarray):
+        self._filters, self._only_eos = filters, only_eos
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+        masks = [mask for f in self._filters if (mask := f.allowed(output_ids)) is not None]
+        if not masks:
+            return None
+        mask = np.bitwise_and.reduce(masks)
+        return mask if mask.any() else self._only_eos

@@ -1,0 +1,351 @@
+"""Engines with sampling parameters give the tokens of a plain loop: one forward pass per token, and a NumPy oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.decoder import make_mesh
+from pallas_attn.models.engine import (
+    Engine,
+    EngineConfig,
+    LogitsProcessor,
+    NGramProposer,
+    RequestOutput,
+    SamplingParams,
+    Speculation,
+    TokenLogprobs,
+)
+from pallas_attn.models.engine.runner import Runner, StepResult
+from tests.models.engine_case import CONFIG, ENGINES, PROMPTS, VOCAB_SIZE, compile_events, engine, model, padded
+from tests.models.sampling_oracle import PlainLoop
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+
+class Third:
+    """Token filter that allows a third of the tokens, depending on all output tokens; all tokens after 5 and 9."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+        self.seen.append([*output_ids])
+        if len(output_ids) in (5, 9):
+            return None
+        bits = (np.arange(VOCAB_SIZE) + sum(output_ids)) % 3 == 0
+        return np.packbits(bits.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
+
+
+GREEDY = SamplingParams(max_tokens=14)
+DRAWN = dataclasses.replace(GREEDY, temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=7)
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.02, "frequency_penalty": 0.03}
+EDITS = {"logit_bias": {3: 0.3, 9: -100.0}, "min_tokens": 9, "stop_token_ids": tuple(range(16))}
+
+CASES = {
+    "penalties": dataclasses.replace(GREEDY, **PENALTIES),
+    "rewards": dataclasses.replace(GREEDY, repetition_penalty=0.8, presence_penalty=-0.1, frequency_penalty=-0.02),
+    "biases": dataclasses.replace(GREEDY, logit_bias={3: 0.3, 9: -100.0}),
+    "allowed tokens": dataclasses.replace(GREEDY, allowed_token_ids=range(20, 33), logit_bias={25: 0.1, 60: 100.0}),
+    "minimum length": dataclasses.replace(GREEDY, min_tokens=9, stop_token_ids=tuple(range(16))),
+    "drawn": DRAWN,
+    "all": dataclasses.replace(DRAWN, **PENALTIES, **EDITS),
+}
+
+
+@functools.cache
+def loop() -> PlainLoop:
+    return PlainLoop(model())
+
+
+def finish(under_test: Engine) -> None:
+    while under_test.has_unfinished:
+        under_test.step()
+
+
+def run(
+    under_test: Engine,
+    params: Sequence[SamplingParams],
+    filters: Sequence[Third | None],
+    plain: PlainLoop | None = None,
+) -> list[RequestOutput]:
+    """Generate for one prompt per entry of `params`, all at the same time, and compare with the plain loop."""
+    plain = plain or loop()
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    ids = [
+        under_test.add_request(prompt, each, token_filter=token_filter)
+        for prompt, each, token_filter in zip(prompts, params, filters, strict=True)
+    ]
+    finish(under_test)
+    outputs = [under_test.output(i) for i in ids]
+    for prompt, each, token_filter, output in zip(prompts, params, filters, outputs, strict=True):
+        assert output.output_ids == plain.generate(prompt, each, token_filter and Third())
+    return outputs
+
+
+def test_parameters_and_preemptions():
+    """Requests with all parameters run next to requests without. Preempted requests continue with the same state."""
+    short = engine("short of pages")
+    before = short.stats().preemptions
+    params = [*CASES.values(), GREEDY, CASES["all"]]
+    outputs = run(short, params, [None if i % 4 else Third() for i in range(len(params))])
+    assert short.stats().preemptions > before
+    plain = [loop().generate(PROMPTS[i % len(PROMPTS)], GREEDY) for i in range(len(params))]
+    assert sum(output.output_ids != without for output, without in zip(outputs, plain, strict=True)) >= len(params) - 2
+
+
+def test_prompts_in_the_prefix_cache_count_for_penalties():
+    ample = engine("ample")
+    for _ in range(2):
+        run(ample, [CASES["all"]] * 3, [None] * 3)
+    last = ample.add_request(PROMPTS[1], CASES["penalties"])
+    finish(ample)
+    output = ample.output(last)
+    assert output.cached_tokens == 24
+    assert output.output_ids == loop().generate(PROMPTS[1], CASES["penalties"])
+
+
+def test_filtered_request_runs_in_every_second_step_and_others_in_every_step(monkeypatch: pytest.MonkeyPatch):
+    """The filter gets all output tokens before each of its tokens, once."""
+    ample, token_filter, order = engine("ample"), Third(), [""][:0]
+    launch, sampled = Runner.launch, StepResult.sampled
+    monkeypatch.setattr(
+        Runner,
+        "launch",
+        lambda runner, plans, *rest: (
+            order.append("".join("ab"[row.request.token_filter is None] for row in plans[0].rows)),
+            launch(runner, plans, *rest),
+        )[1],
+    )
+    monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
+    filtered, other = (output.output_ids for output in run(ample, [GREEDY, GREEDY], [token_filter, None]))
+    assert token_filter.seen == [filtered[:n] for n in range(len(filtered))]
+    launched = [rows for rows in order if rows != "read"]
+    assert order[:4] == [launched[0], launched[1], "read", launched[2]]  # step n + 1 starts before step n is read
+    in_prefill = next(n for n, rows in enumerate(launched) if "b" in rows)
+    together = launched[in_prefill : in_prefill + len(other)]
+    assert all("b" in rows for rows in together)
+    assert max(sum("a" in rows for rows in pair) for pair in itertools.pairwise(together)) == 1
+
+
+@pytest.mark.parametrize("name", ["penalties", "all"])
+def test_drafts_change_no_token(name: str):
+    """N-gram drafts for a prompt that repeats itself. Some drafts are accepted, some are rejected."""
+    drafting = speculating()
+    params = [CASES[name], CASES["rewards"], GREEDY, CASES[name]]
+    outputs = run(drafting, params, [None, None, None, Third()])
+    assert not any(outputs[3].drafted)
+    drafted, accepted = (sum(sum(getattr(o, name)) for o in outputs) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted
+    prompt = PROMPTS[4]
+    output = drafting.generate([prompt], dataclasses.replace(CASES["rewards"], logprobs=2))[0]
+    assert output.output_ids == loop().generate(prompt, CASES["rewards"])
+    assert any(output.accepted)
+    check_logprobs(output, prompt, 2)
+
+
+@functools.cache
+def speculating() -> Engine:
+    return Engine(
+        model(),
+        dataclasses.replace(padded(ENGINES["ample"]), speculate=Speculation(NGramProposer(), 3, adaptive=False)),
+    )
+
+
+def check_logprobs(output: RequestOutput, prompt: Sequence[int], number: int) -> None:
+    expect_logprobs(output.logprobs or (), prompt, output.output_ids, number)
+
+
+def expect_logprobs(
+    logprobs: Sequence[TokenLogprobs | None],
+    before: Sequence[int],
+    tokens: Sequence[int],
+    number: int,
+    plain: PlainLoop | None = None,
+) -> None:
+    """Check the log probabilities of `tokens`, which follow the tokens `before`."""
+    logits = (plain or loop()).logits([*before, *tokens])[len(before) - 1 : -1].astype(np.float64)
+    wanted = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+    for got, token, row in zip(logprobs, tokens, wanted, strict=True):
+        order = np.argsort(-row, kind="stable")
+        assert got is not None
+        assert (got.token_id, got.rank) == (token, order.tolist().index(token) + 1)
+        assert [token for token, _ in got.top] == order[:number].tolist()
+        np.testing.assert_allclose([got.logprob, *(v for _, v in got.top)], row[[token, *order[:number]]], atol=1e-4)
+
+
+def test_logprobs_are_those_of_the_model():
+    """Log probabilities do not depend on other parameters. They are read only in steps that need them."""
+    ample = engine("ample")
+    params = [dataclasses.replace(CASES["all"], logprobs=n) for n in (0, 5, 20)]
+    for output, n, prompt in zip(ample.generate(PROMPTS[:3], params), (0, 5, 20), PROMPTS, strict=False):
+        check_logprobs(output, prompt, n)
+    assert ample.generate(PROMPTS[:1], GREEDY)[0].logprobs is None
+    with pytest.raises(ValueError, match="logprobs: expected at most EngineConfig.max_logprobs=20 .*got 21"):
+        ample.add_request(PROMPTS[0], SamplingParams(logprobs=21))
+
+
+def test_request_without_allowed_tokens_ends():
+    """Filter and allowed tokens exclude each other."""
+
+    class Nothing:
+        def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+            return np.zeros(2, np.uint32) if len(output_ids) == 3 else None
+
+    ample = engine("ample")
+    ids = [ample.add_request(PROMPTS[0], CASES["all"], token_filter=token_filter) for token_filter in (Nothing(), None)]
+    finish(ample)
+    ended, other = (ample.output(i) for i in ids)
+    assert (len(ended.output_ids), ended.finish_reason) == (3, "nonfinite")
+    assert other.output_ids == loop().generate(PROMPTS[0], CASES["all"])
+
+
+def test_masks_of_a_wrong_shape_are_rejected():
+    class Wrong:
+        def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
+            return np.zeros(3, np.uint32)
+
+    ample = engine("ample")
+    request = ample.add_request(PROMPTS[0], token_filter=Wrong(), request_id="wrong")
+    with pytest.raises(ValueError, match=r"token_filter: expected masks uint32 \[2\], got uint32 \[3\] for .*'wrong'"):
+        finish(ample)
+    ample.abort(request)
+
+
+def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
+    ample, calls = engine("ample"), 0
+    launch = Runner.launch
+
+    def failing(runner, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls in (3, 9):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return launch(runner, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "launch", failing)
+    params = [dataclasses.replace(CASES["all"], logprobs=1), CASES["penalties"], GREEDY]
+    filters = [None, Third(), None]
+    ids = [
+        ample.add_request(*given[:2], token_filter=given[2]) for given in zip(PROMPTS, params, filters, strict=False)
+    ]
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            finish(ample)
+    finish(ample)
+    for i, prompt, each, token_filter in zip(ids, PROMPTS, params, filters, strict=False):
+        assert ample.output(i).output_ids == loop().generate(prompt, each, token_filter and Third())
+    check_logprobs(ample.output(ids[0]), PROMPTS[0], 1)
+
+
+def test_no_request_causes_a_compilation():
+    ample = engine("ample")
+    ample.warmup()
+    params = [dataclasses.replace(each, logprobs=i) for i, each in enumerate(CASES.values())]
+    ample.generate(PROMPTS[:1], params[:1])  # NumPy and JAX initialise some parts at the first call
+    ids = []
+    with compile_events() as events:
+        for i, each in enumerate(params):
+            ids.append(ample.add_request(PROMPTS[i % 6], each, token_filter=Third() if i % 2 else None))
+        finish(ample)
+    assert events == []
+    assert all(ample.output(i).output_ids for i in ids)
+
+
+@pytest.mark.slow
+def test_logits_processor_of_an_engine():
+    """The processor lowers the logits of even tokens by a number that requests set."""
+    even = np.arange(VOCAB_SIZE) % 2 == 0
+
+    def lower(logits, extra):
+        return logits - even.astype(np.float32)[None] * extra["lower"][:, None]
+
+    config = dataclasses.replace(padded(ENGINES["ample"]), logits_processor=LogitsProcessor(lower, {"lower": 0.1}))
+    processing = Engine(model(), config)
+    given = [dataclasses.replace(CASES["penalties"], extra_args=extra) for extra in ({}, {"lower": 100.0})]
+    outputs = processing.generate([PROMPTS[2]] * 2, given)
+    for output, number in zip(outputs, (0.1, 100.0), strict=True):
+        wanted = loop().generate(PROMPTS[2], CASES["penalties"], processor=lambda x, number=number: x - even * number)
+        assert output.output_ids == wanted
+    assert all(token % 2 for token in outputs[1].output_ids)
+    with pytest.raises(ValueError, match=r"extra_args: expected names in the defaults .* \['lower'\], got 'raise'"):
+        processing.add_request(PROMPTS[0], SamplingParams(extra_args={"raise": 1.0}))
+    with pytest.raises(ValueError, match="logits_processor: expected a LogitsProcessor or None"):
+        EngineConfig(logits_processor=lower)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_prompt_logprobs_are_computed_in_chunks():
+    """Prompts of 50 and 26 tokens in steps of 16. Cached pages are not used, but stay in the cache for others."""
+    ample = engine("ample")
+    params = [dataclasses.replace(CASES["penalties"], prompt_logprobs=n, max_tokens=1) for n in (2, 0)]
+    for _ in range(2):
+        for output, prompt, each in zip(
+            ample.generate([PROMPTS[4], PROMPTS[1]], params), (PROMPTS[4], PROMPTS[1]), params, strict=True
+        ):
+            check_prompt_logprobs(output, prompt, each.prompt_logprobs or 0)
+            assert output.cached_tokens == 0
+            assert len(output.output_ids) == 1
+    assert ample.generate(PROMPTS[4:5], GREEDY)[0].cached_tokens == 48
+    assert ample.generate(PROMPTS[4:5], GREEDY)[0].prompt_logprobs is None
+
+
+def test_prompt_logprobs_of_preempted_and_drafting_requests():
+    params = [dataclasses.replace(each, prompt_logprobs=1, logprobs=1) for each in (CASES["all"], GREEDY) * 3]
+    short = engine("short of pages")
+    before = short.stats().preemptions
+    outputs = short.generate(PROMPTS, params)
+    assert short.stats().preemptions > before
+    for output, again, prompt in zip(outputs, speculating().generate(PROMPTS, params), PROMPTS, strict=True):
+        check_prompt_logprobs(output, prompt, 1)
+        check_prompt_logprobs(again, prompt, 1)
+        assert again.output_ids == output.output_ids
+
+
+def check_prompt_logprobs(output: RequestOutput, prompt: Sequence[int], number: int) -> None:
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    expect_logprobs(output.prompt_logprobs[1:], prompt[:1], prompt[1:], number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", [None, Speculation(NGramProposer(), 3, adaptive=False)], ids=["plain", "drafts"])
+def test_parameters_on_a_mesh(speculate: Speculation | None):
+    """Two data ranks with two devices each. Only some ranks have rows that use a parameter."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    config, devices = dataclasses.replace(CONFIG, num_attention_heads=4), make_mesh({"data": 2, "tensor": 2})
+    sizes = dataclasses.replace(padded(ENGINES["ample"]), mesh=devices, speculate=speculate)
+    split = Engine(random_model(config, seed=3, mesh=devices), sizes)
+    split.warmup()
+    params = [CASES["all"], GREEDY, CASES["penalties"], CASES["allowed tokens"], GREEDY]
+    params = [dataclasses.replace(each, logprobs=2, prompt_logprobs=1) for each in params]
+    whole = PlainLoop(random_model(config, seed=3))
+    outputs = run(split, params, [None, None, None, Third(), None], whole)
+    for output, prompt in zip(outputs, PROMPTS, strict=False):
+        expect_logprobs(output.logprobs or (), prompt, output.output_ids, 2, whole)
+        expect_logprobs((output.prompt_logprobs or ())[1:], prompt[:1], prompt[1:], 1, whole)
+    with compile_events() as events:
+        run(split, params[:2], [None, Third()], whole)
+    assert events == []
+
+
+@pytest.mark.slow
+def test_parameters_in_steps_of_several_programs():
+    """Steps with prompts run as several programs while pages are copied to a consumer."""
+    layered = Engine(model(), padded(ENGINES["ample"]))
+    written: list[Any] = []
+    feed = layered.watch_written(written.append, pieces=2)
+    params = [dataclasses.replace(each, logprobs=1, prompt_logprobs=2) for each in (CASES["all"], CASES["penalties"])]
+    for output, prompt in zip(run(layered, params, [None, Third()]), PROMPTS, strict=False):
+        check_logprobs(output, prompt, 1)
+        check_prompt_logprobs(output, prompt, 2)
+    feed.close()
+    assert written
