@@ -575,8 +575,9 @@ def theirs(
     options |= {"causal": use_causal_mask, "attention_sink": rest[4] if len(rest) > 4 else None}
     width = queries.shape[-1]
     missing = 0 if width == 64 else kv_cache.shape[-1] - width
-    new = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (queries, keys, values))
-    out, kv_cache = ragged_paged_attention(*new, kv_cache, *rest[:4], implementation="xla", **options)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (queries, keys, values))
+    metadata = rest[:4]
+    out, kv_cache = ragged_paged_attention(q, k, v, kv_cache, *metadata, implementation="xla", **options)
     return out[..., :width], kv_cache
 
 
