@@ -61,6 +61,8 @@ class EngineConfig:
         token. They do not count towards max_batched_tokens.
       max_logprobs: maximum of `SamplingParams.logprobs` and `SamplingParams.prompt_logprobs`. Steps compute this number
         of log probabilities if a request wants any.
+      prompt_logprobs: whether requests may set `SamplingParams.prompt_logprobs`. If True, all steps with prompts have
+        the code that computes logits of prompt tokens, which makes them slower on a GPU, also without such requests.
       logits_processor: function of the user that changes the logits of every sampled token; None for none.
       history: number of finished requests, and of steps, whose records are stored. Older records are deleted. None to
         store all.
@@ -96,6 +98,7 @@ class EngineConfig:
     speculate: Speculation | None = None
     mesh: Mesh | None = None
     max_logprobs: int = 20
+    prompt_logprobs: bool = False
     logits_processor: LogitsProcessor | None = None
     separate_prefill: bool = True
 
@@ -161,6 +164,7 @@ class EngineConfig:
             groups=groups,
             speculate=self.speculate,
             max_logprobs=self.max_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             logits_processor=self.logits_processor,
         )
 
@@ -220,6 +224,7 @@ class RunnerConfig:
       batch_invariant: whether all steps use the largest bucket, so that the bits of a row do not depend on other rows.
       speculate: proposer and number of drafts per decode row; None for decode rows of one token.
       max_logprobs: maximum number of likeliest tokens whose log probabilities are returned per token.
+      prompt_logprobs: whether steps can compute log probabilities of prompt tokens.
       logits_processor: function of the user that changes logits; None for none.
     """
 
@@ -238,6 +243,7 @@ class RunnerConfig:
     batch_invariant: bool = False
     speculate: Speculation | None = None
     max_logprobs: int = 20
+    prompt_logprobs: bool = False
     logits_processor: LogitsProcessor | None = None
 
     @property

@@ -611,6 +611,8 @@ class Engine:
             if (getattr(params, name) or 0) > min(self.config.max_logprobs, self._vocab_size):
                 limit = f"at most EngineConfig.max_logprobs={self.config.max_logprobs} and the vocabulary size"
                 raise ValueError(f"{name}: expected {limit}, got {getattr(params, name)}")
+        if params.prompt_logprobs is not None and not self.config.prompt_logprobs:
+            raise ValueError("prompt_logprobs: expected None, or an engine with EngineConfig.prompt_logprobs=True")
         processor = self.config.logits_processor
         known = () if processor is None else processor.defaults
         if unknown := [name for name in params.extra_args if name not in known]:

@@ -162,8 +162,9 @@ class SamplingParams:
       logprobs: Number of likeliest tokens whose log probabilities are returned for each output token, in addition to
         the log probability of the output token itself; None for no log probabilities. They are computed from the
         model's logits before any other parameter is applied.
-      prompt_logprobs: As `logprobs`, for the tokens of the prompt after the first. The request does not use the prefix
-        cache, because all prompt tokens must be computed.
+      prompt_logprobs: As `logprobs`, for the tokens of the prompt after the first. It needs
+        `EngineConfig.prompt_logprobs`. The request does not use the prefix cache, because all prompt tokens must be
+        computed.
       extra_args: Numbers for `EngineConfig.logits_processor`, by name. Stored as a dict; None is stored as an empty
         dict.
       n: Number of outputs per prompt. At temperature 0 it must be 1, because all outputs would be equal.

@@ -305,13 +305,8 @@ class Runner:
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Trace and lower the step of a bucket. On a mesh the program is the part of each device."""
-        function = functools.partial(
-            self._function,
-            self._step,
-            self._config,
-            bucket,
-            logits_of=lambda weights, hidden: self._rebuild(weights).logits(hidden),
-        )
+        logits_of = self._logits_of if self._config.prompt_logprobs else None
+        function = functools.partial(self._function, self._step, self._config, bucket, logits_of=logits_of)
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
             caches, last, edits = self._state_specs
@@ -326,6 +321,10 @@ class Runner:
         donating = jax.jit(function, donate_argnums=(1, 2, 4))
         with _without_source_lines():
             return donating.lower(self._all_weights(), self._caches, last_tokens, packed, self._edits, masks)
+
+    def _logits_of(self, weights: Any, hidden: Array) -> Array:
+        """Return the logits of hidden states after the final norm."""
+        return self._rebuild(weights).logits(hidden)
 
     def cut_steps(self, num_programs: int) -> None:
         """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""

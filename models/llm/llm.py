@@ -625,6 +625,8 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(entry, numbers.Integral) for entry in prompts):
         return [prompts]
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, Mapping) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)):
+            raise ValueError("prompts: expected texts or token ids, got chat messages; use `chat`")
         if not isinstance(prompt, str):
             as_integers(f"prompt {i}", prompt)
     return [*prompts]

@@ -324,7 +324,7 @@ DRAFTING = dataclasses.replace(SMALL, speculate=Speculation(Proposer(), 3, adapt
 
 def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -> Engine:
     monkeypatch.setattr(engine_module, "Runner", FakeRunner)
-    return Engine(model(), config)
+    return Engine(model(), dataclasses.replace(config, prompt_logprobs=True))
 
 
 def play(

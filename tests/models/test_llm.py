@@ -465,6 +465,8 @@ def test_nonfinite_logits_end_the_request(llm):
         (lambda llm: llm.generate("a", 3), "params: expected SamplingParams"),
         (lambda llm: llm.generate("a", [None]), "params: expected SamplingParams or None, got None"),
         (lambda llm: llm.generate(3), "prompts: expected texts or token ids, got 3"),
+        (lambda llm: llm.generate([{"role": "user", "content": "a"}]), "prompts: expected texts .*; use `chat`"),
+        (lambda llm: llm.generate([[{"role": "user", "content": "a"}]]), "prompts: expected texts .*; use `chat`"),
         (lambda llm: llm.generate(["a", 3.5]), "prompt 1 must be a sequence of integers, got 3.5"),
         (lambda llm: llm.generate(["a", [1, "b"]]), "prompt 1 must be a sequence of integers"),
         (lambda llm: llm.generate([[1], []]), "prompt 1: expected at least one token, got none"),

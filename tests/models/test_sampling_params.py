@@ -103,19 +103,19 @@ def test_parameters_and_preemptions():
 
 
 def test_prompts_in_the_prefix_cache_count_for_penalties():
-    ample = engine("ample")
+    small = engine("short of pages")
     for _ in range(2):
-        run(ample, [CASES["all"]] * 3, [None] * 3)
-    last = ample.add_request(PROMPTS[1], CASES["penalties"])
-    finish(ample)
-    output = ample.output(last)
+        run(small, [CASES["all"]] * 3, [None] * 3)
+    last = small.add_request(PROMPTS[1], CASES["penalties"])
+    finish(small)
+    output = small.output(last)
     assert output.cached_tokens == 24
     assert output.output_ids == loop().generate(PROMPTS[1], CASES["penalties"])
 
 
 def test_filtered_request_runs_in_every_second_step_and_others_in_every_step(monkeypatch: pytest.MonkeyPatch):
     """The filter gets all output tokens before each of its tokens, once."""
-    ample, token_filter, order = engine("ample"), Third(), [""][:0]
+    small, token_filter, order = engine("short of pages"), Third(), [""][:0]
     launch, sampled = Runner.launch, StepResult.sampled
     monkeypatch.setattr(
         Runner,
@@ -126,7 +126,7 @@ def test_filtered_request_runs_in_every_second_step_and_others_in_every_step(mon
         )[1],
     )
     monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
-    filtered, other = (output.output_ids for output in run(ample, [GREEDY, GREEDY], [token_filter, None]))
+    filtered, other = (output.output_ids for output in run(small, [GREEDY, GREEDY], [token_filter, None]))
     assert token_filter.seen == [filtered[:n] for n in range(len(filtered))]
     launched = [rows for rows in order if rows != "read"]
     assert order[:4] == [launched[0], launched[1], "read", launched[2]]  # step n + 1 starts before step n is read
@@ -156,7 +156,9 @@ def test_drafts_change_no_token(name: str):
 def speculating() -> Engine:
     return Engine(
         model(),
-        dataclasses.replace(padded(ENGINES["ample"]), speculate=Speculation(NGramProposer(), 3, adaptive=False)),
+        dataclasses.replace(
+            padded(ENGINES["ample"]), speculate=Speculation(NGramProposer(), 3, adaptive=False), prompt_logprobs=True
+        ),
     )
 
 
@@ -184,13 +186,13 @@ def expect_logprobs(
 
 def test_logprobs_are_those_of_the_model():
     """Log probabilities do not depend on other parameters. They are read only in steps that need them."""
-    ample = engine("ample")
+    small = engine("short of pages")
     params = [dataclasses.replace(CASES["all"], logprobs=n) for n in (0, 5, 20)]
-    for output, n, prompt in zip(ample.generate(PROMPTS[:3], params), (0, 5, 20), PROMPTS, strict=False):
+    for output, n, prompt in zip(small.generate(PROMPTS[:3], params), (0, 5, 20), PROMPTS, strict=False):
         check_logprobs(output, prompt, n)
-    assert ample.generate(PROMPTS[:1], GREEDY)[0].logprobs is None
+    assert small.generate(PROMPTS[:1], GREEDY)[0].logprobs is None
     with pytest.raises(ValueError, match="logprobs: expected at most EngineConfig.max_logprobs=20 .*got 21"):
-        ample.add_request(PROMPTS[0], SamplingParams(logprobs=21))
+        small.add_request(PROMPTS[0], SamplingParams(logprobs=21))
 
 
 def test_request_without_allowed_tokens_ends():
@@ -200,10 +202,10 @@ def test_request_without_allowed_tokens_ends():
         def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
             return np.zeros(2, np.uint32) if len(output_ids) == 3 else None
 
-    ample = engine("ample")
-    ids = [ample.add_request(PROMPTS[0], CASES["all"], token_filter=token_filter) for token_filter in (Nothing(), None)]
-    finish(ample)
-    ended, other = (ample.output(i) for i in ids)
+    small = engine("short of pages")
+    ids = [small.add_request(PROMPTS[0], CASES["all"], token_filter=token_filter) for token_filter in (Nothing(), None)]
+    finish(small)
+    ended, other = (small.output(i) for i in ids)
     assert (len(ended.output_ids), ended.finish_reason) == (3, "nonfinite")
     assert other.output_ids == loop().generate(PROMPTS[0], CASES["all"])
 
@@ -213,15 +215,15 @@ def test_masks_of_a_wrong_shape_are_rejected():
         def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
             return np.zeros(3, np.uint32)
 
-    ample = engine("ample")
-    request = ample.add_request(PROMPTS[0], token_filter=Wrong(), request_id="wrong")
+    small = engine("short of pages")
+    request = small.add_request(PROMPTS[0], token_filter=Wrong(), request_id="wrong")
     with pytest.raises(ValueError, match=r"token_filter: expected masks uint32 \[2\], got uint32 \[3\] for .*'wrong'"):
-        finish(ample)
-    ample.abort(request)
+        finish(small)
+    small.abort(request)
 
 
 def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
-    ample, calls = engine("ample"), 0
+    small, calls = engine("short of pages"), 0
     launch = Runner.launch
 
     def failing(runner, *args, **kwargs):
@@ -235,29 +237,29 @@ def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch)
     params = [dataclasses.replace(CASES["all"], logprobs=1), CASES["penalties"], GREEDY]
     filters = [None, Third(), None]
     ids = [
-        ample.add_request(*given[:2], token_filter=given[2]) for given in zip(PROMPTS, params, filters, strict=False)
+        small.add_request(*given[:2], token_filter=given[2]) for given in zip(PROMPTS, params, filters, strict=False)
     ]
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError):
-            finish(ample)
-    finish(ample)
+            finish(small)
+    finish(small)
     for i, prompt, each, token_filter in zip(ids, PROMPTS, params, filters, strict=False):
-        assert ample.output(i).output_ids == loop().generate(prompt, each, token_filter and Third())
-    check_logprobs(ample.output(ids[0]), PROMPTS[0], 1)
+        assert small.output(i).output_ids == loop().generate(prompt, each, token_filter and Third())
+    check_logprobs(small.output(ids[0]), PROMPTS[0], 1)
 
 
 def test_no_request_causes_a_compilation():
-    ample = engine("ample")
-    ample.warmup()
+    small = engine("short of pages")
+    small.warmup()
     params = [dataclasses.replace(each, logprobs=i) for i, each in enumerate(CASES.values())]
-    ample.generate(PROMPTS[:1], params[:1])  # NumPy and JAX initialise some parts at the first call
+    small.generate(PROMPTS[:1], params[:1])  # NumPy and JAX initialise some parts at the first call
     ids = []
     with compile_events() as events:
         for i, each in enumerate(params):
-            ids.append(ample.add_request(PROMPTS[i % 6], each, token_filter=Third() if i % 2 else None))
-        finish(ample)
+            ids.append(small.add_request(PROMPTS[i % 6], each, token_filter=Third() if i % 2 else None))
+        finish(small)
     assert events == []
-    assert all(ample.output(i).output_ids for i in ids)
+    assert all(small.output(i).output_ids for i in ids)
 
 
 @pytest.mark.slow
@@ -284,22 +286,24 @@ def test_logits_processor_of_an_engine():
 
 def test_prompt_logprobs_are_computed_in_chunks():
     """Prompts of 50 and 26 tokens in steps of 16. Cached pages are not used, but stay in the cache for others."""
-    ample = engine("ample")
-    params = [dataclasses.replace(CASES["penalties"], prompt_logprobs=n, max_tokens=1) for n in (2, 0)]
+    scoring, params = speculating(), dataclasses.replace(CASES["penalties"], prompt_logprobs=2, max_tokens=1)
+    each = [params, dataclasses.replace(params, prompt_logprobs=0)]
     for _ in range(2):
-        for output, prompt, each in zip(
-            ample.generate([PROMPTS[4], PROMPTS[1]], params), (PROMPTS[4], PROMPTS[1]), params, strict=True
-        ):
-            check_prompt_logprobs(output, prompt, each.prompt_logprobs or 0)
-            assert output.cached_tokens == 0
-            assert len(output.output_ids) == 1
-    assert ample.generate(PROMPTS[4:5], GREEDY)[0].cached_tokens == 48
-    assert ample.generate(PROMPTS[4:5], GREEDY)[0].prompt_logprobs is None
+        long, short = scoring.generate([PROMPTS[4], PROMPTS[1]], each)
+        check_prompt_logprobs(long, PROMPTS[4], 2)
+        check_prompt_logprobs(short, PROMPTS[1], 0)
+        assert (long.cached_tokens, len(long.output_ids)) == (0, 1)
+    assert scoring.generate(PROMPTS[4:5], GREEDY)[0].cached_tokens == 48
+    assert scoring.generate(PROMPTS[4:5], GREEDY)[0].prompt_logprobs is None
+    with pytest.raises(ValueError, match="prompt_logprobs: expected None, or an engine with EngineConfig.prompt_log"):
+        engine("short of pages").add_request(PROMPTS[0], params)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_of_preempted_and_drafting_requests():
+    """Preempted requests compute their prompts again."""
     params = [dataclasses.replace(each, prompt_logprobs=1, logprobs=1) for each in (CASES["all"], GREEDY) * 3]
-    short = engine("short of pages")
+    short = Engine(model(), dataclasses.replace(padded(ENGINES["short of pages"]), prompt_logprobs=True))
     before = short.stats().preemptions
     outputs = short.generate(PROMPTS, params)
     assert short.stats().preemptions > before
@@ -322,7 +326,7 @@ def test_parameters_on_a_mesh(speculate: Speculation | None):
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     config, devices = dataclasses.replace(CONFIG, num_attention_heads=4), make_mesh({"data": 2, "tensor": 2})
-    sizes = dataclasses.replace(padded(ENGINES["ample"]), mesh=devices, speculate=speculate)
+    sizes = dataclasses.replace(padded(ENGINES["ample"]), mesh=devices, speculate=speculate, prompt_logprobs=True)
     split = Engine(random_model(config, seed=3, mesh=devices), sizes)
     split.warmup()
     params = [CASES["all"], GREEDY, CASES["penalties"], CASES["allowed tokens"], GREEDY]
@@ -340,7 +344,7 @@ def test_parameters_on_a_mesh(speculate: Speculation | None):
 @pytest.mark.slow
 def test_parameters_in_steps_of_several_programs():
     """Steps with prompts run as several programs while pages are copied to a consumer."""
-    layered = Engine(model(), padded(ENGINES["ample"]))
+    layered = Engine(model(), dataclasses.replace(padded(ENGINES["ample"]), prompt_logprobs=True))
     written: list[Any] = []
     feed = layered.watch_written(written.append, pieces=2)
     params = [dataclasses.replace(each, logprobs=1, prompt_logprobs=2) for each in (CASES["all"], CASES["penalties"])]

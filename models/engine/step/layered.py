@@ -157,10 +157,11 @@ class LayeredStep:
         logits = model.finish(x, logit_rows)
         results = sample_rows(self._config, bucket, step, logits, sampling, last_tokens, edits, masks)
         chosen, logprobs, prompt_logits, last_tokens, edits = results
-        prompt = x[bucket.decode_rows :]
-        logprobs = with_prompt_logprobs(
-            self._config, step, logprobs, prompt, lambda hidden: model.logits(model.norm(hidden))
-        )
+        if self._config.prompt_logprobs:
+            prompt = x[bucket.decode_rows :]
+            logprobs = with_prompt_logprobs(
+                self._config, step, logprobs, prompt, lambda hidden: model.logits(model.norm(hidden))
+            )
         return chosen, logprobs, prompt_logits, last_tokens, edits
 
 

@@ -63,8 +63,8 @@ def run_step(
 
     Returns:
       Sampled tokens int32 [rows], of the bucket's decode rows, then of its prefill rows; log probabilities of these
-      tokens, then of the token after each prefill token, as `pack_logprobs`; logits of the prefill tokens, or None if
-      `bucket.all_logits` is False; caches with the new tokens; and the new `last_tokens` and `edits`.
+      tokens, then (with `logits_of`) of the token after each prefill token, as `pack_logprobs`; logits of the prefill
+      tokens, or None if `bucket.all_logits` is False; caches with the new tokens; and new `last_tokens` and `edits`.
     """
     step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
     scores = logits_of is not None and bucket.prefill_tokens > 0
