@@ -5,7 +5,7 @@ Raises ModuleNotFoundError if a package of the extra `engine` is not installed.
 
 import importlib.util
 
-REQUIRED = ("flax", "huggingface_hub", "jinja2", "llguidance", "rich", "safetensors", "tokenizers")
+REQUIRED = ("filelock", "flax", "huggingface_hub", "jinja2", "llguidance", "rich", "safetensors", "tokenizers")
 """Packages of the extra `engine`, without flatbuffers: the kernel cache reports if it is missing."""
 
 if _missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
