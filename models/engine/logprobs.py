@@ -74,13 +74,7 @@ def pack_prompt_logprobs(
         padding = -num_tokens % size
         chunks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
         of_chunks = jnp.pad(tokens, (0, padding)).reshape(-1, size)
-
-        def of_chunk(chunk: tuple[Array, Array]) -> Int32[Array, "size words"]:
-            # XLA would fuse the slice with the GEMM of the logits, which it cannot record in a CUDA graph.
-            rows, following = lax.optimization_barrier(chunk)
-            return _pack(logits_of(rows), following, max_logprobs)
-
-        each = lax.map(of_chunk, (chunks, of_chunks))
+        each = lax.map(lambda chunk: _pack(logits_of(chunk[0]), chunk[1], max_logprobs), (chunks, of_chunks))
         return each.reshape(num_tokens + padding, -1)[:num_tokens]
 
     return lax.cond(is_used, packed, functools.partial(jnp.zeros, (num_tokens, num_words(max_logprobs)), jnp.int32))

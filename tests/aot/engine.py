@@ -17,7 +17,7 @@ from flax import nnx
 
 from pallas_attn import FULL
 from pallas_attn.models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
-from pallas_attn.models.decoder import AttentionSettings, Decoder, split_model, split_module
+from pallas_attn.models.decoder import AttentionSettings, Decoder, split_model
 from pallas_attn.models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket, EngineConfig, RunnerConfig
@@ -78,11 +78,10 @@ def step(
     arguments = _arguments(model, sizes, bucket)
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any, edits: Any, masks: Any) -> Any:
-        (run, _), (rebuild, _) = split_model(model), split_module(model)
-        state, logits_of = (caches, last_tokens, packed, edits, masks), lambda of, hidden: rebuild(of).logits(hidden)
+        (run, _), state = split_model(model), (caches, last_tokens, packed, edits, masks)
         if speculate is not None:
-            return run_speculative_step(run, sizes, bucket, (weights, ()), *state, logits_of=logits_of)
-        return run_step(run, sizes, bucket, weights, *state, logits_of=logits_of)
+            return run_speculative_step(run, sizes, bucket, (weights, ()), *state)
+        return run_step(run, sizes, bucket, weights, *state)
 
     return Case(
         call,
