@@ -47,11 +47,6 @@ class LogitsProcessor:
     temperature are applied. A row must not depend on other rows. Logits of -inf exclude tokens. If a row becomes NaN or
     excludes all tokens, its request ends with the finish reason "nonfinite".
 
-    >>> def sharpen(logits, extra):  # float32 [n, V], {"power": float32 [n]}
-    ...     return logits * extra["power"][:, None]
-    >>> config = EngineConfig(logits_processor=LogitsProcessor(sharpen, {"power": 1.0}))
-    >>> params = SamplingParams(temperature=1.0, extra_args={"power": 2.0})
-
     Attributes:
       function: function (logits, extra) -> logits, with float32 logits [n, V] and a float32 array [n] per name.
       defaults: names that requests may set in `SamplingParams.extra_args`, with the values for requests that do not
@@ -59,6 +54,12 @@ class LogitsProcessor:
 
     Raises:
       ValueError: `function` is not callable, or `defaults` is not a mapping from names to numbers.
+
+    Example:
+      >>> def sharpen(logits, extra):  # float32 [n, V], {"power": float32 [n]}
+      ...     return logits * extra["power"][:, None]
+      >>> config = EngineConfig(logits_processor=LogitsProcessor(sharpen, {"power": 1.0}))
+      >>> params = SamplingParams(temperature=1.0, extra_args={"power": 2.0})
     """
 
     function: Callable[[Float[Array, "n V"], dict[str, Float[Array, "n"]]], Float[Array, "n V"]]
