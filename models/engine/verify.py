@@ -30,14 +30,11 @@ rounding alone causes:
    `SIGMAS` standard deviations plus the largest single loss of item 3.
 
 A correct engine rounds differently from the plain run, but its rounding error has the same distribution. Therefore its
-losses add up to nearly the sum of the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the small model with the
-largest rounding error:
-
-- Correct engine, two implementations of attention: 0.1 and 2.1 standard deviations above the sum of the means.
-- Decode attention that ignores one token: 10 standard deviations.
-- An overwritten page of a shared prefix, or decode positions shifted by one: 90 or more.
-- Cache entry of a single token set to zero: 10 in one run, within the limit in another. This fault is therefore not
-  always detected in this model. In a dense model it is.
+losses add up to nearly the sum of the means. In small models of six families (256 tokens each), they were at most 3.4
+standard deviations above it. An overwritten page of a shared prefix gave 14 in `v3-tiny`, the small model with the
+largest rounding error. A cache entry of a single token set to zero is not always detected in this model. In a dense
+model it is. With very few tokens, the noise may not contain a rare event that happens in the engine, such as another
+choice of experts, and a correct engine may exceed the limit.
 """
 
 from __future__ import annotations
@@ -284,7 +281,7 @@ def verify(
         tolerance = max(TOLERANCE[name] for name in names if name in TOLERANCE)
     max_output = max((len(d.output_ids) for d in decoded), default=0)
     plain = PlainRun(model, max_output, cache_dtype, kv_scales)
-    checks = [plain.check(d, max_len, tolerance) for d in decoded]
+    checks = [plain.compare(d, max_len, tolerance) for d in decoded]
     largest = max((check.rounding.largest for check in checks if check.rounding is not None), default=0.0)
     return Verification(tuple(_with_excess(check, largest) for check in checks), tolerance)
 
@@ -350,7 +347,9 @@ class PlainRun:
             everywhere = PartitionSpec()
             arguments = (specs_of(self._weights), *[everywhere] * 6)
             choose = over_mesh(choose, model.mesh, arguments, everywhere)
-        self._choose = jax.jit(choose)
+        # XLA would keep some intermediate results of a bfloat16 model in float32, and the noise would be too small for
+        # engines whose kernels round them.
+        self._choose = jax.jit(choose, compiler_options={"xla_allow_excess_precision": False})
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float | None) -> RequestCheck:
         """Compare one request's tokens with the plain run's tokens.
@@ -360,6 +359,12 @@ class PlainRun:
           max_len: maximum number of tokens of a sequence in the engine, prompt and output.
           tolerance: maximum loss of a token; None to compare the sum of the losses with the measured rounding error.
         """
+        compared = self.compare(decoded, max_len, tolerance)
+        return compared if compared.rounding is None else _with_excess(compared, compared.rounding.largest)
+
+    def compare(self, decoded: Decoded, max_len: int, tolerance: float | None) -> RequestCheck:
+        """Compare as `check`, but do not compare the sum of the losses with its limit. `verify` does this with the
+        largest single loss of all requests."""
         output = list(decoded.output_ids)
         choices = self.choose(decoded)
         due = _due_length(decoded, max_len, self._eos)
@@ -378,8 +383,7 @@ class PlainRun:
         if tolerance is not None:
             return RequestCheck(equal, tied, difference)
         rounding, worst = _rounding(output[:due], choices)
-        check = RequestCheck(equal, tied, difference, rounding, worst)
-        return _with_excess(check, rounding.largest)
+        return RequestCheck(equal, tied, difference, rounding, worst)
 
     def choose(self, decoded: Decoded) -> Choices:
         """Choose a token after the prompt and after each output token, and compute the losses of the output tokens.
