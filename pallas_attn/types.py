@@ -391,9 +391,7 @@ class PagedLatent:
     def allocate(spec: CacheSpec, *, layers: int = 1) -> PagedLatent:
         """Return a cache with zeroed pages and unit scales for a spec from `latent_cache_spec`.
 
-        With `layers`, the cache is a pool of layers · N pages for several layers. A `jax.lax.scan` over the layers can
-        carry it and update it in place. Layer i has the pages i·N to (i + 1)·N - 1: `layer_tables` and `layer_slots`
-        return its tables and slots.
+        `layers` is as for `PagedKV.allocate`.
 
         Raises:
           ValueError: `layers` is below 1, or the slots of the pool do not fit an int32.
@@ -440,9 +438,7 @@ class PagedIndexKeys:
     def allocate(spec: CacheSpec, *, layers: int = 1) -> PagedIndexKeys:
         """Return a cache with zeroed keys and unit scales for a spec from `index_cache_spec`.
 
-        With `layers`, the cache is a pool of layers · N pages for several layers. A `jax.lax.scan` over the layers can
-        carry it and update it in place. Layer i has the pages i·N to (i + 1)·N - 1: `layer_tables` and `layer_slots`
-        return its tables and slots.
+        `layers` is as for `PagedKV.allocate`.
 
         Raises:
           ValueError: `layers` is below 1, or the slots of the pool do not fit an int32.

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from pallas_attn.models.checkpoints import IncrementalDetokenizer, load_tokenizer, text_process
-from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from scripts.tools.tokenizer_layouts import LAYOUTS, added, byte_level, files, sentencepiece, words, write
-from tests.models.text_process_case import OwnProcess
 
 EXPECTED = json.loads(Path(__file__).with_name("tokenizer_layouts.json").read_text(encoding="utf-8"))
 
@@ -49,20 +47,6 @@ DECODERS = {
 }
 
 
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Return a function that writes the files of a layout and loads the tokenizer."""
-    monkeypatch.setattr(checkpoints_tokenizer, "_Process", OwnProcess)
-
-    def load(layout):
-        write(layout, tmp_path)
-        tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer is not None
-        return tokenizer
-
-    return load
-
-
 def check(tokenizer, ids):
     """Compare the incremental text with `decode`, for tokens added one by one and in groups."""
     rng = random.Random(len(ids))
@@ -95,8 +79,8 @@ def check_many(tokenizer, seed, texts=TEXTS, rounds=4):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_text_equals_decode(load, name):
-    tokenizer = load(LAYOUTS[name])
+def test_text_equals_decode(load_layout, name):
+    tokenizer = load_layout(LAYOUTS[name])
     for ids in EXPECTED[name]["ids"]:
         check(tokenizer, ids)
     check_many(tokenizer, seed=sum(name.encode()), texts=TEXTS[2:3], rounds=1)
@@ -104,9 +88,9 @@ def test_text_equals_decode(load, name):
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("clean_up", [False, True])
-def test_text_equals_decode_with_each_decoder(load, name, clean_up):
+def test_text_equals_decode_with_each_decoder(load_layout, name, clean_up):
     base = byte_level if "ByteLevel" in name else sentencepiece
-    tokenizer = load(
+    tokenizer = load_layout(
         files(
             base(decoder=DECODERS[name]),
             {
@@ -120,9 +104,9 @@ def test_text_equals_decode_with_each_decoder(load, name, clean_up):
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
-def test_random_bytes_equal_decode(load, make):
+def test_random_bytes_equal_decode(load_layout, make):
     """Bytes that are not UTF-8: truncated, overlong and surrogate encodings."""
-    tokenizer = load(files(make()))
+    tokenizer = load_layout(files(make()))
     rng = random.Random(5)
     first = tokenizer.encode("\x00")[-1]  # byte-level symbols are in the order of the bytes, too
     leading = [0xC3, 0xE0, 0xE2, 0xED, 0xF0, 0xF4, 0xF5, 0xFF, 0x80, 0x9F, 0xA0, 0x61]
@@ -131,8 +115,8 @@ def test_random_bytes_equal_decode(load, make):
         check(tokenizer, [first + byte for byte in data])
 
 
-def test_characters_are_emitted_with_their_last_byte(load):
-    tokenizer = load(files(byte_level()))
+def test_characters_are_emitted_with_their_last_byte(load_layout):
+    tokenizer = load_layout(files(byte_level()))
     detokenizer = IncrementalDetokenizer(tokenizer)
     text = "".join(TEXTS)
     parts = [detokenizer.add([token]) for token in tokenizer.encode(text)]
@@ -141,8 +125,8 @@ def test_characters_are_emitted_with_their_last_byte(load):
     assert [part for part in parts if part][-6:] == [*"_start|>"][-6:]
 
 
-def test_incomplete_character_at_the_end(load):
-    tokenizer = load(files(byte_level()))
+def test_incomplete_character_at_the_end(load_layout):
+    tokenizer = load_layout(files(byte_level()))
     ids = tokenizer.encode("a\U0001f600")[:-1]
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert detokenizer.add(ids) == "a"
@@ -151,9 +135,9 @@ def test_incomplete_character_at_the_end(load):
         detokenizer.add(ids)
 
 
-def test_byte_tokens_are_emitted_after_their_run(load):
+def test_byte_tokens_are_emitted_after_their_run(load_layout):
     """One invalid byte makes the library decode all bytes of a run as U+FFFD."""
-    tokenizer = load(files(sentencepiece()))
+    tokenizer = load_layout(files(sentencepiece()))
     character = tokenizer.encode("\u4f60")[2:]
     hello = tokenizer.encode("hello")[1:]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -163,9 +147,9 @@ def test_byte_tokens_are_emitted_after_their_run(load):
     assert detokenizer.finish() == "\ufffd" * 4
 
 
-def test_stored_text_is_bounded(load):
+def test_stored_text_is_bounded(load_layout):
     """The time per token depends on the stored text, which must not grow with the sequence."""
-    tokenizer = load(files(words(), {"clean_up_tokenization_spaces": True}))
+    tokenizer = load_layout(files(words(), {"clean_up_tokenization_spaces": True}))
     detokenizer, text = IncrementalDetokenizer(tokenizer), ""
     ids = tokenizer.encode("hello . n't hi") * 50
     for i, token in enumerate(ids):
@@ -186,8 +170,8 @@ def test_stored_text_is_bounded(load):
         ({"type": "Sequence", "decoders": [FUSE, METASPACE]}, "after a decoder that joins tokens"),
     ],
 )
-def test_unsupported_decoder_raises(load, decoder, message):
-    tokenizer = load(files(byte_level(decoder=decoder)))
+def test_unsupported_decoder_raises(load_layout, decoder, message):
+    tokenizer = load_layout(files(byte_level(decoder=decoder)))
     with pytest.raises(NotImplementedError, match=message):
         IncrementalDetokenizer(tokenizer)
 

@@ -8,8 +8,6 @@ import llguidance
 import numpy as np
 import pytest
 
-from pallas_attn.models.checkpoints import load_tokenizer
-from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
 from pallas_attn.models.engine import StructuredOutputs, TokenFilter
 from pallas_attn.models.llm.token_filters import (
@@ -20,8 +18,7 @@ from pallas_attn.models.llm.token_filters import (
     full_mask,
     token_mask,
 )
-from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, sentencepiece, unigram, words, write
-from tests.models.text_process_case import OwnProcess
+from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, sentencepiece, unigram, words
 
 EOS, SPECIAL, PLAIN = BYTES, BYTES + 1, BYTES + 2
 TOKENS = (added("</s>", EOS), added("<tool>", SPECIAL), added("<think>", PLAIN, special=False))
@@ -37,21 +34,8 @@ SCHEMA = {
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints_tokenizer, "_Process", OwnProcess)
-
-    def load(layout):
-        write(layout, tmp_path)
-        tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer is not None
-        return tokenizer
-
-    return load
-
-
-@pytest.fixture
-def tokenizer(load):
-    return load(files(byte_level(*TOKENS)))
+def tokenizer(load_layout):
+    return load_layout(files(byte_level(*TOKENS)))
 
 
 @pytest.fixture
@@ -131,16 +115,16 @@ def test_bad_word_outside_the_vocabulary_raises(tokenizer):
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
-def test_bytes_of_tokens_give_the_text(load, make):
-    tokenizer = load(files(make()))
+def test_bytes_of_tokens_give_the_text(load_layout, make):
+    tokenizer = load_layout(files(make()))
     values = token_bytes(tokenizer.pieces)
     for text in ("hello world", "\u4f60 \U0001f600 e\u0301"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(values[token] for token in ids).decode().strip() == text
 
 
-def test_bytes_of_metaspace_tokens(load):
-    tokenizer = load(files(unigram()))
+def test_bytes_of_metaspace_tokens(load_layout):
+    tokenizer = load_layout(files(unigram()))
     ids = tokenizer.encode("hello world")
     assert b"".join(token_bytes(tokenizer.pieces)[token] for token in ids) == b" hello world"
 
@@ -161,9 +145,9 @@ def test_bytes_of_metaspace_tokens(load):
         ),
     ],
 )
-def test_tokens_that_depend_on_others_raise(load, layout, message):
+def test_tokens_that_depend_on_others_raise(load_layout, layout, message):
     with pytest.raises(NotImplementedError, match=message):
-        token_bytes(load(layout).pieces)
+        token_bytes(load_layout(layout).pieces)
 
 
 # --- grammars
@@ -274,9 +258,9 @@ def test_model_with_fewer_tokens_than_the_tokenizer(tokenizer):
     assert max(allowed) < 250
 
 
-def test_byte_tokens(load):
+def test_byte_tokens(load_layout):
     """The tokenizer of a SentencePiece model adds a space to texts, which must not be added to forced bytes."""
-    tokenizer = load(files(sentencepiece()))
+    tokenizer = load_layout(files(sentencepiece()))
     grammars = GrammarTokenizer(tokenizer, VOCAB_SIZE, [2])
     grammar = GrammarFilter(grammars, StructuredOutputs(choice=["hello \u4f60", "no"]))
     _, space, *rest = tokenizer.encode("hello \u4f60", add_special_tokens=False)
@@ -289,8 +273,8 @@ def test_byte_tokens(load):
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
-def test_forced_bytes_are_encoded_exactly(load, make):
-    grammars = GrammarTokenizer(load(files(make())), VOCAB_SIZE, [2])
+def test_forced_bytes_are_encoded_exactly(load_layout, make):
+    grammars = GrammarTokenizer(load_layout(files(make())), VOCAB_SIZE, [2])
     for text in (
         b"hello world",
         b" world",

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pallas_attn.models.checkpoints import load_tokenizer
-from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.checkpoints.tokenizer import TokenizerError
 from scripts.tools.tokenizer_layouts import (
     BYTES,
@@ -25,9 +23,7 @@ from scripts.tools.tokenizer_layouts import (
     sentencepiece,
     typed,
     words,
-    write,
 )
-from tests.models.text_process_case import OwnProcess
 
 EXPECTED = json.loads(Path(__file__).with_name("tokenizer_layouts.json").read_text(encoding="utf-8"))
 
@@ -35,27 +31,13 @@ EMPTY = ("empty template", "empty template file")
 """Layouts with an empty chat template. Here the text is the prompt, but transformers renders an empty prompt."""
 
 
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Return a function that writes the files of a layout and loads the tokenizer."""
-    monkeypatch.setattr(checkpoints_tokenizer, "_Process", OwnProcess)
-
-    def load(layout):
-        write(layout, tmp_path)
-        tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer is not None
-        return tokenizer
-
-    return load
-
-
 def test_every_layout_has_expected_values():
     assert LAYOUTS.keys() == EXPECTED.keys()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ids_and_texts_equal_transformers(load, name):
-    tokenizer, expected = load(LAYOUTS[name]), EXPECTED[name]
+def test_ids_and_texts_equal_transformers(load_layout, name):
+    tokenizer, expected = load_layout(LAYOUTS[name]), EXPECTED[name]
     assert tokenizer.special_tokens == expected["special_tokens"]
     assert [tokenizer.encode(text) for text in TEXTS] == expected["ids"]
     texts = [[tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False)] for ids in expected["ids"]]
@@ -63,8 +45,8 @@ def test_ids_and_texts_equal_transformers(load, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_chat_template_equals_transformers(load, name):
-    tokenizer, rendered = load(LAYOUTS[name]), EXPECTED[name]["rendered"]
+def test_chat_template_equals_transformers(load_layout, name):
+    tokenizer, rendered = load_layout(LAYOUTS[name]), EXPECTED[name]["rendered"]
     if rendered is False:
         with pytest.raises(TokenizerError, match="expected a chat template named 'default', got "):
             tokenizer.encode_prompt(QUESTION)
@@ -132,16 +114,16 @@ HELLO = byte_level()["model"]["vocab"]["hello"]
         ),
     ],
 )
-def test_contradictory_id_raises(load, layout, message):
+def test_contradictory_id_raises(load_layout, layout, message):
     with pytest.raises(TokenizerError) as error:
-        load(layout)
+        load_layout(layout)
     assert message in str(error.value)
 
 
-def test_ignored_file_may_contradict(load):
+def test_ignored_file_may_contradict(load_layout):
     """If the configuration has an added_tokens_decoder, added_tokens.json is ignored, as in transformers."""
     config = {"added_tokens_decoder": decoder(added("<x>", BYTES))}
-    assert load(files(byte_level(), config, added_tokens={"<x>": 3})).encode("<x>") == [BYTES]
+    assert load_layout(files(byte_level(), config, added_tokens={"<x>": 3})).encode("<x>") == [BYTES]
 
 
 @pytest.mark.parametrize(
@@ -180,42 +162,42 @@ def test_ignored_file_may_contradict(load):
         ({}, {"added_tokens": {"<x>": True}}, "added_tokens.json: expected ids by token, got {'<x>': True}"),
     ],
 )
-def test_malformed_file_raises(load, config, others, message):
+def test_malformed_file_raises(load_layout, config, others, message):
     with pytest.raises(TokenizerError) as error:
-        load(files(byte_level(), config, **others))
+        load_layout(files(byte_level(), config, **others))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_class_for_bpe_with_another_model_raises(load):
+def test_class_for_bpe_with_another_model_raises(load_layout):
     with pytest.raises(TokenizerError, match="expected a BPE model for LlamaTokenizer, got WordLevel"):
-        load(files(words(), {"tokenizer_class": "LlamaTokenizer"}))
+        load_layout(files(words(), {"tokenizer_class": "LlamaTokenizer"}))
 
 
 @pytest.mark.parametrize(
     "config", [{"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "Qwen2Tokenizer"}]
 )
-def test_known_class_needs_no_code(load, config):
+def test_known_class_needs_no_code(load_layout, config):
     """A directory with a known tokenizer class is loaded without its code (auto_map), as in transformers."""
-    load(files(byte_level(), {**config, "auto_map": {"AutoTokenizer": ["a.B", None]}}))
+    load_layout(files(byte_level(), {**config, "auto_map": {"AutoTokenizer": ["a.B", None]}}))
 
 
-def test_object_without_type_is_a_token(load):
+def test_object_without_type_is_a_token(load_layout):
     """An object without "__type" is read as a token, because some directories have such objects.
 
     transformers 5 rejects these directories.
     """
-    tokenizer = load(files(byte_level(), {"bos_token": {"content": "<s>", "rstrip": True}}))
+    tokenizer = load_layout(files(byte_level(), {"bos_token": {"content": "<s>", "rstrip": True}}))
     assert tokenizer.special_tokens == {"bos_token": "<s>"}
     assert tokenizer.encode("<s> hello") == [BYTES, HELLO]
 
 
-def test_template_that_renders_nothing_raises(load):
-    tokenizer = load(files(byte_level(), {"chat_template": "{{ '' }}"}))
+def test_template_that_renders_nothing_raises(load_layout):
+    tokenizer = load_layout(files(byte_level(), {"chat_template": "{{ '' }}"}))
     with pytest.raises(TokenizerError, match="tokenizer_config.json: the chat template renders an empty prompt"):
         tokenizer.encode_prompt("hello")
 
 
-def test_template_folder_without_default_still_decodes(load):
-    tokenizer = load({**files(byte_level()), "additional_chat_templates/rag.jinja": "x"})
+def test_template_folder_without_default_still_decodes(load_layout):
+    tokenizer = load_layout({**files(byte_level()), "additional_chat_templates/rag.jinja": "x"})
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"

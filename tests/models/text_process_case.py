@@ -2,8 +2,11 @@
 
 import json
 
-from pallas_attn.models.checkpoints import text_process
+import pytest
+
+from pallas_attn.models.checkpoints import load_tokenizer, text_process, tokenizer
 from pallas_attn.models.checkpoints.tokenizer import TokenizerError
+from scripts.tools.tokenizer_layouts import write
 
 
 class OwnProcess:
@@ -21,3 +24,17 @@ class OwnProcess:
 
     def end(self):
         pass
+
+
+@pytest.fixture
+def load_layout(tmp_path, monkeypatch):
+    """Return a function that writes the files of a layout and loads the tokenizer, which runs in the test's process."""
+    monkeypatch.setattr(tokenizer, "_Process", OwnProcess)
+
+    def load(layout):
+        write(layout, tmp_path)
+        loaded = load_tokenizer(tmp_path)
+        assert loaded is not None
+        return loaded
+
+    return load
