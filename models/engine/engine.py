@@ -290,8 +290,8 @@ class Engine:
         before = self._runner.compile_s
         with self._changing():
             buckets = self._runner.buckets(self._capture_logits)
+            self._runner.compile_writes()  # first: loading a program drops the CUDA graphs that `compile` records
             self._runner.compile(buckets, on_compiled)
-            self._runner.compile_writes()
             if self._transfers.feed is not None and self._transfers.feed.is_open:
                 self._runner.compile_layers(buckets)
         return self._runner.compile_s - before

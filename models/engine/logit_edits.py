@@ -9,11 +9,13 @@ The changes are applied in the order of vLLM's sampler:
 5. `repetition_penalty`, then `frequency_penalty` and `presence_penalty`.
 
 A request slot is the index of a running request in device arrays. Each request slot has a state (`EditState`): the
-number of occurrences of each token, and the tokens whose logits 1. to 3. change. The host writes the state
-(`write_slot`) when the last prompt tokens of a request are computed, also after a preemption. Later steps count the
-tokens that they sample on the device, because the host does not know these tokens when it launches the next step.
+number of occurrences of each token, and the tokens that `allowed_token_ids`, `min_tokens` and `logit_bias` name. Masks
+of token filters are not part of it; the host sends them with each step. The host writes the state (`write_slot`) of a
+request that needs it in the step that computes the last tokens of its prefill, also after a preemption. The slots of
+other requests keep old values, which `RowFlags` disable. Later steps count the tokens that they sample on the device,
+because the host does not know these tokens when it launches the next step.
 
-Rows that use no parameter keep their logits bit for bit, also next to rows that do.
+Without a logits processor, rows that use no parameter keep their logits bit for bit, also next to rows that do.
 """
 
 from __future__ import annotations

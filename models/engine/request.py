@@ -16,7 +16,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite"]
 
 NONFINITE = -1
-"""Value of a sampled token if the logits are NaN or infinite."""
+"""Value of a sampled token if the logits are NaN or infinite, or if the request's parameters exclude all tokens."""
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
 """Limits of a temperature other than 0. Temperatures beyond the limits would be useless: below the lower limit a draw
@@ -84,7 +84,8 @@ class TokenFilter(Protocol):
         """Return the tokens that may follow the output tokens `output_ids`, which do not include the prompt.
 
         The engine calls this method once per sampled token, on the thread that calls `Engine.step`. The result must
-        depend on `output_ids` only. After an exception the engine may call it again with the same tokens.
+        depend on `output_ids` only. If it raises, `Engine.step` raises, also at its next call, until the
+        request is aborted.
 
         Returns:
           Bit mask uint32 [ceil(V / 32)] with bit `token % 32` of entry `token // 32` set for each allowed token; None
@@ -149,8 +150,8 @@ class SamplingParams:
       stop_token_ids: Tokens that end the output, also if `ignore_eos` is True. Stored as a tuple.
       min_p: Minimum probability of a token that can be drawn, as a share in [0, 1] of the probability of the likeliest
         token; 0 for all.
-      repetition_penalty: Positive number. Logits of tokens that are in the prompt or in the output are divided by it if
-        they are positive, and multiplied by it if they are negative; 1 for no effect.
+      repetition_penalty: Number in [1e-6, 1e6]. Logits of tokens that are in the prompt or in the output are divided
+        by it if they are positive, and multiplied by it if they are negative; 1 for no effect.
       presence_penalty: Number in [-2, 2] that is subtracted from the logits of tokens that are in the output.
       frequency_penalty: Number in [-2, 2]. It is multiplied by the number of occurrences of a token in the output and
         subtracted from the logit of the token.
@@ -406,8 +407,8 @@ class Request:
         steps have lower weights.
       finish_reason: None until the request ends. "stop": a stop or end-of-sequence token, which stays in the output.
         "length": `max_tokens`, or the maximum sequence length of the model or of the page pools. "abort": ended by the
-        caller. "refused": the prompt is too long to run. "nonfinite": the logits of the next token were NaN or
-        infinite, for example because of a broken checkpoint.
+        caller. "refused": the prompt is too long to run. "nonfinite": no token could be chosen, because the logits
+        were NaN or infinite, or because the parameters, the token filter or the logits processor excluded all tokens.
 
     Raises:
       ValueError: the prompt is empty, params has the wrong type, or salt is not a str that UTF-8 can encode.

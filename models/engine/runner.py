@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -457,10 +458,16 @@ class Runner:
                 if not row.samples or request.token_filter is None:
                     continue
                 masks = np.zeros(shape, np.uint32) if masks is None else masks
-                mask = request.token_filter.allowed(request.output_ids)
-                if mask is not None and (mask.shape != shape[1:] or mask.dtype != np.uint32):
-                    got = f"{mask.dtype} {list(mask.shape)} for request {request.request_id!r}"
-                    raise ValueError(f"token_filter: expected masks uint32 [{shape[1]}], got {got}")
+                try:
+                    mask = request.token_filter.allowed(request.output_ids)
+                except Exception as error:
+                    error.add_note(f"token_filter of request {request.request_id!r}")
+                    raise
+                found = getattr(mask, "dtype", None), getattr(mask, "shape", None)
+                if mask is not None and found != (np.uint32, shape[1:]):
+                    got = reprlib.repr(mask) if found[1] is None else f"{found[0]} {[*found[1]]}"
+                    of = f"for request {request.request_id!r}"
+                    raise ValueError(f"token_filter: expected masks uint32 [{shape[1]}], got {got} {of}")
                 masks[rank * num_rows + i] = np.uint32(2**32 - 1) if mask is None else mask
         return masks
 

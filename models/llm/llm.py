@@ -392,6 +392,8 @@ class LLM:
         """Add outputs of a prompt to the engine. Output i has the seed `seed` + i, modulo 2**32, as in vLLM."""
         params = prompt.params
         for i, sequence in enumerate(prompt.sequences[first:end], first):
+            if sequence.request_id in self._open or sequence.result is not None:
+                continue  # an exception interrupted an earlier call
             own = dataclasses.replace(
                 params.token_level(),
                 seed=(params.seed + i) % 2**32,
@@ -430,8 +432,8 @@ class LLM:
             self._ended.popleft()
         for prompt in [*self._waiting]:
             if prompt.sequences[0].text.token_ids or prompt.sequences[0].result is not None:
-                self._waiting.remove(prompt)
                 self._add_sequences(prompt, 1, prompt.params.n)
+                self._waiting.remove(prompt)  # last, so that the next step continues after an exception
 
     def _settle(self, sequence: _Sequence) -> None:
         """Store the result of a sequence, and delete its request from the engine."""
@@ -445,8 +447,8 @@ class LLM:
         if sequence.grammar is not None and sequence.grammar.error is not None:
             sequence.text.finish_reason, sequence.text.stop_reason = "abort", sequence.grammar.error
         sequence.result = result
-        self.engine.forget(request_id)
         del self._open[request_id]
+        self.engine.forget(request_id)  # last: if this call is interrupted, the engine keeps one record longer
 
     def _decoded(self, earlier: TextOutput, result: RequestOutput) -> TextOutput:
         """Return the text of a result whose tokens were not all added to `earlier`."""
@@ -459,13 +461,14 @@ class LLM:
         return text
 
     def _drop(self, prompt: _PromptOutputs) -> None:
-        """Abort the unfinished sequences of a prompt, and delete their requests from the engine."""
+        """Abort the unfinished sequences of a prompt, store the results, and delete the requests from the engine."""
         if prompt in self._waiting:
             self._waiting.remove(prompt)
         for sequence in prompt.sequences:
-            if sequence.result is None and self._open.pop(sequence.request_id, None) is sequence:
-                self.engine.abort(sequence.request_id)
-                self.engine.forget(sequence.request_id)
+            if self._open.get(sequence.request_id) is sequence:
+                self._settle(sequence)
+            elif sequence.text.finish_reason is None:  # not added to the engine
+                sequence.text.end("abort")
 
     # --- results
 

@@ -200,7 +200,8 @@ class GrammarFilter:
         self._consumed: list[int] = []
 
     def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
-        if self.error is not None or not self._move_to(output_ids) or self._matcher.is_stopped():
+        has_ended = not self._eos.isdisjoint(output_ids)  # with `ignore_eos`
+        if has_ended or self.error is not None or not self._move_to(output_ids) or self._matcher.is_stopped():
             self._record_error()
             return self._only_eos
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._full)] & self._full
@@ -211,9 +212,7 @@ class GrammarFilter:
 
     def _move_to(self, output_ids: Sequence[int]) -> bool:
         """Consume the output tokens. Return False if they are not a start of a text of the grammar."""
-        ids = list(output_ids)
-        end = next((i for i, token in enumerate(ids) if token in self._eos), len(ids))  # with ignore_eos
-        ids, consumed = ids[:end], self._consumed
+        ids, consumed = list(output_ids), self._consumed
         common = len(consumed)
         if ids[:common] != consumed:
             common = next(i for i, token in enumerate(consumed) if ids[i : i + 1] != [token])

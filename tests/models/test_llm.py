@@ -377,6 +377,35 @@ def test_take_does_not_run_the_engine(llm):
     assert stream.take() == []
 
 
+def test_closed_stream_has_the_results_of_aborted_outputs(llm):
+    with llm.stream("abc", SamplingParams(max_tokens=60, logprobs=1)) as stream:
+        next(stream)
+    (output,) = stream.generation.outputs
+    assert output.finish_reason == "abort"
+    assert output.token_ids
+    assert len(output.logprobs) == len(output.token_ids)
+    assert output.timing.total_s is not None
+
+
+def test_exception_while_later_outputs_are_added(llm, monkeypatch):
+    """The next step adds the outputs that an interrupted step has not added."""
+    params = SamplingParams(max_tokens=4, temperature=1.0, n=3, ignore_eos=True)
+    stream, right, calls = llm.stream(LONG, params), llm.engine.add_request, []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(*args, **options)
+
+    monkeypatch.setattr(llm.engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    list(stream)
+    assert [output.finish_reason for output in stream.generation.outputs] == ["length"] * 3
+    assert len(calls) == 3  # the second output once, the third twice
+
+
 @pytest.mark.parametrize("how", ["close", "with", "delete", "exception"])
 def test_abandoned_stream_aborts_its_requests(llm, how):
     other = llm.stream("abc", DRAWN)

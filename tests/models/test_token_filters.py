@@ -207,6 +207,13 @@ def test_text_of_a_schema_is_allowed_and_then_ends(grammars, tokenizer):
     assert ids_of(grammar.allowed([*ids, EOS, 5])) == {EOS}
 
 
+def test_text_that_could_continue_ends_with_the_first_end_of_sequence_token(grammars, tokenizer):
+    grammar, one = GrammarFilter(grammars, StructuredOutputs(regex="[0-9]{1,2}")), tokenizer.encode("1")
+    assert len(ids_of(grammar.allowed(one))) > 1
+    assert ids_of(grammar.allowed([*one, EOS])) == {EOS}  # with ignore_eos
+    assert ids_of(grammar.allowed([*one, EOS, *one])) == {EOS}
+
+
 def test_special_tokens_and_padding_are_never_allowed(grammars):
     allowed = ids_of(GrammarFilter(grammars, StructuredOutputs(regex=r"(?s:.*)")).allowed([]))
     assert allowed.isdisjoint({SPECIAL, *range(PLAIN + 1, VOCAB_SIZE)})

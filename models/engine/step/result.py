@@ -25,7 +25,7 @@ class StepResult:
 
     Attributes:
       plans: the plan of each data rank; None for a rank without rows.
-      tokens: int32 [ranks · n], sampled tokens of each data rank, NONFINITE where logits were NaN or infinite. If
+      tokens: int32 [ranks · n], sampled tokens of each data rank, NONFINITE where no token could be chosen. If
         `speculates` is False, the tokens of all decode rows of the bucket, then of all prefill rows, including padding.
         Otherwise in the format that `speculation.step.read_tokens` describes.
       bucket: the bucket of the step.
