@@ -109,10 +109,11 @@ def _check_trusted(folder: Path) -> None:
       OSError: the folder or its parents cannot be read.
     """
     status = os.stat(folder)
-    if not _is_ours(status) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    # JAX creates files with the permissions of the umask, which may let a group write them.
+    if not _is_ours(status) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise _Untrusted(
-            f"other users own {folder} or can write it; expected a folder of this user without write permission for"
-            f" others (chmod go-w {folder})"
+            f"other users own {folder} or can access it; expected a folder of this user without permissions for others"
+            f" (chmod 700 {folder})"
         )
     for parent in folder.parents:
         status = os.stat(parent)

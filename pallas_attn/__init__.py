@@ -121,10 +121,14 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the names of this module, with the names of the engine if flax is installed.
+    """Return the names of this module, with the names of the engine if the extra `engine` is installed.
 
-    Tools such as `help` import every name in the list, which fails without the extra `engine`.
+    Tools such as `help` import every name in the list, which fails without the extra.
     """
-    import importlib.util
+    import importlib
 
-    return sorted({*globals(), *(_ENGINE if importlib.util.find_spec("flax") else ())})
+    try:
+        importlib.import_module("pallas_attn.models")  # only checks that the packages are installed
+    except ModuleNotFoundError:
+        return sorted(globals())
+    return sorted({*globals(), *_ENGINE})

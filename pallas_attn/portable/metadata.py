@@ -209,12 +209,16 @@ def layer_slots(
 
 
 def _of_layer(ids: Int32[Array, "*shape"], layer: Int32[Array, ""] | int, count: int) -> Int32[Array, "*shape"]:
-    """Return ids + layer · count; PAGE_NONE for ids outside 0 to count - 1, which would be ids of another layer."""
+    """Return ids + layer · count; PAGE_NONE for ids outside 0 to count - 1, which would be ids of another layer, and
+    for layers whose ids do not fit an int32.
+    """
     if isinstance(layer, int) and not isinstance(layer, bool) and layer < 0:
         raise ValueError(f"layer: expected at least 0, got {layer}")
     (layer,) = checks.int32(layer=np.asarray(layer) if isinstance(layer, int) else layer)
     checks.Dims().check("layer", layer, "", checks.INT)
-    return jnp.where((ids >= 0) & (ids < count), ids + layer * count, PAGE_NONE)
+    most = max(np.iinfo(np.int32).max // max(count, 1) - 1, 0)
+    fits = (ids >= 0) & (ids < count) & (layer >= 0) & (layer <= most)
+    return jnp.where(fits, ids + jnp.where(fits, layer, 0) * count, PAGE_NONE)
 
 
 def is_prefill(

@@ -344,11 +344,16 @@ def _files(function: Callable[[Any], Any]) -> list[str]:
     The list is empty if the function has no file: functions of `python -c`, of standard input, of notebooks and of
     extension modules.
     """
-    function = inspect.unwrap(function)
-    file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
+    inner = inspect.unwrap(function)
+    file = inspect.getsourcefile(inner) if inspect.isfunction(inner) else None
     if file is None or not os.path.isfile(file):
         return []
-    return [file, *sorted(_used_files(sys.modules.get(function.__module__), {file}) - {file})]
+    modules = [sys.modules.get(each.__module__) for each in (function, inner)]  # a wrapper may be in another module
+    own = {name for module in modules if (name := getattr(module, "__file__", None)) and os.path.isfile(name)}
+    found = {file, *own}
+    for module in modules:
+        _used_files(module, found)
+    return [file, *sorted(found - {file})]
 
 
 def _used_files(module: ModuleType | None, found: set[str]) -> set[str]:
@@ -378,7 +383,8 @@ def _sources() -> str:
 def _package_files() -> list[str]:
     """Return the Python and JSON files of this package, sorted.
 
-    `pallas_attn.models` is left out: its kernels are functions whose own files are part of their key.
+    `pallas_attn.models` is left out: the key of its kernels has their file and the files of the same subpackage
+    that it uses.
     """
     files = []
     for folder, folders, names in os.walk(ROOT):  # os.walk is faster than pathlib

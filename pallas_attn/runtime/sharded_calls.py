@@ -444,7 +444,9 @@ def _raise_refusal(error: Exception) -> None:
     raise a returned exception from this error and print both, so the handler raises instead of returning.
     """
     message = str(error)
-    found = re.search(r"^NotImplementedError: (.*)$", message, re.MULTILINE)
+    # A chained traceback prints the causes first.
+    last = re.split(r"^(?:The above exception was|During handling of the above)", message, flags=re.MULTILINE)[-1]
+    found = re.search(r"^NotImplementedError: (.*)$", last, re.MULTILINE)
     if found and message.startswith("INTERNAL: custom_partitioner:") and f'File "{__file__}"' in message:
         raise NotImplementedError(found[1]) from None
 

@@ -85,7 +85,8 @@ def check_command(extra: str) -> None:
     if extra not in WITH_ENGINE:
         printed = run(command, "decode", status=2)
         expect("pallas-attn decode", "pip install 'pallas_attn[engine]'\n", printed)
-        expect("lines of the error", "1", str(printed.count("\n")))
+        if printed.count("\n") != 1:
+            raise RuntimeError(f"pallas-attn decode: expected an error of one line, got {printed!r}")
         return
     plot = Path("plot.png")
     if extra == "all":

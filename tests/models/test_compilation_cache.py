@@ -120,7 +120,7 @@ class TestHostileFolder:
         folder = tmp_path / "folder"
         folder.mkdir()
         folder.chmod(mode)
-        refused(folder, "other users own .*folder or can write it")
+        refused(folder, "other users own .*folder or can access it")
 
     def test_folder_of_another_user(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"
@@ -129,7 +129,7 @@ class TestHostileFolder:
         if os.geteuid() == 0:
             os.chown(folder, 2, -1)
         with mock.patch.object(os, "geteuid", return_value=user):  # another user runs the process
-            refused(folder, "other users own .*folder or can write it")
+            refused(folder, "other users own .*folder or can access it")
 
     @pytest.mark.parametrize(("mode", "is_used"), [(0o777, False), (0o1777, True), (0o775, True), (0o757, False)])
     def test_parent_folder_in_which_others_can_rename(self, tmp_path: Path, mode: int, is_used: bool) -> None:
@@ -147,7 +147,7 @@ class TestHostileFolder:
         folder.mkdir()
         folder.chmod(0o777)
         link.symlink_to(folder)
-        refused(link, "other users own .*folder or can write it")
+        refused(link, "other users own .*folder or can access it")
 
     def test_link_in_the_folder(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"

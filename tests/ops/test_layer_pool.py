@@ -199,3 +199,9 @@ def test_scan_does_not_copy_the_pool() -> None:
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((LAYERS, *x.shape), x.dtype), one)
     with pytest.raises(AssertionError, match="temporary memory|the cache has"):
         harness.assert_stays_put(jax.jit(over_stacked, donate_argnums=0), one.k, stacked, new, TABLES)
+
+
+def test_layer_beyond_int32_gives_no_ids_of_another_layer() -> None:
+    ids = jnp.array([[0, 3]], jnp.int32)
+    assert layer_tables(ids, jnp.int32(4), num_pages=2**30).tolist() == [[-1, -1]]
+    assert layer_slots(ids, jnp.int32(5), num_slots=2**29).tolist() == [[-1, -1]]

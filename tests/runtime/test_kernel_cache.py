@@ -169,6 +169,17 @@ def test_wrapper_under_the_name_of_another_function(function: Any) -> None:
         kernel_cache.call_cached(function, Call(X, Y))
 
 
+def test_source_of_a_wrapper_includes_the_file_of_the_wrapper() -> None:
+    from pallas_attn.models.moe.kernels import grouped_gemm
+
+    @functools.wraps(grouped_gemm.grouped_gemm)
+    def wrapper(call: Call) -> Any:
+        return grouped_gemm.grouped_gemm(call)
+
+    wrapper.__module__ = __name__
+    assert {__file__, grouped_gemm.__file__} <= set(kernel_cache._files(wrapper))
+
+
 @pytest.mark.parametrize("function", [renamed, Namespace.scaled_sum])
 def test_function_that_its_name_leads_to(function: Any, cache_folder: Path) -> None:
     np.testing.assert_array_equal(kernel_cache.call_cached(function, Call(X, Y))[0], X * 2 + 1)

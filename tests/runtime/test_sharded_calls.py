@@ -500,6 +500,7 @@ def test_other_errors_of_compilation_are_not_replaced() -> None:
     for other in (
         f"RESOURCE_EXHAUSTED: {text}",
         "INTERNAL: custom_partitioner: NotImplementedError: of another library",
+        f"INTERNAL: custom_partitioner: {text}\nThe above exception was the direct cause: ...\nValueError: the last",
     ):
         sharded_calls._raise_refusal(jax.errors.JaxRuntimeError(other))
     with pytest.raises(NotImplementedError, match="^why$"):

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         if options.chat:
             _prepare_chat(options, tokenizer, config)
         mesh = mesh_of(options.mesh)
-        lengths = [max(options.max_model_len - options.max_tokens, 1)] if options.chat else [*map(len, prompts)]
+        lengths = [max(options.max_model_len - 1, 1)] if options.chat else [*map(len, prompts)]
         sizes = dataclasses.replace(engine_config(options, config, lengths), mesh=mesh)
         implementation = implementations(
             device_part(config, mesh),
@@ -205,14 +205,16 @@ def _finish(
     # Every part of the report is written even if other parts fail.
     try:
         try:
-            with failures.recording():
-                answers.finish(report)
-            _write_files(options, report, engine, failures)
-            if options.verify and stopped is None:
+            try:
+                _write_files(options, report, engine, failures)
                 if options.json is not None and is_replaced(options.json):  # a pipe would get two reports
-                    # Verification may take long or be killed. After verification, the report is written again.
+                    # Printing and verification may take long or be killed. Afterwards the report is written again.
                     with contextlib.suppress(Failure):
                         write_report("--json", options.json, report.to_json())
+            finally:
+                with failures.recording():
+                    answers.finish(report)
+            if options.verify and stopped is None:
                 with failures.recording(), display.doing("verifying"):
                     report = dataclasses.replace(report, verification=check())
         except KeyboardInterrupt as interrupt:
@@ -258,7 +260,8 @@ def _prepare_chat(options: argparse.Namespace, tokenizer: Tokenizer | None, conf
     if tokenizer is None or tokenizer.chat_template is None:
         raise UsageError(f"--chat: {options.model} has no tokenizer.json with a chat template")
     options.max_model_len = options.max_model_len or min(config.max_position_embeddings, CHAT_TOKENS)
-    options.max_num_seqs = options.max_num_seqs or 1
+    if options.max_num_seqs is None and options.decode_buckets is None:
+        options.max_num_seqs = 1
 
 
 def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: ModelConfig) -> StepSizes:

@@ -61,7 +61,8 @@ class Display:
             yield lambda count: progress.advance(bar, count)
 
     def _print(self, message: str) -> None:
-        print(f"{self._prog}: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # progress is no result
+            print(f"{self._prog}: {message}", file=sys.stderr, flush=True)
 
 
 class _Seconds(ProgressColumn):
