@@ -173,7 +173,7 @@ def test_source_of_a_wrapper_includes_the_file_of_the_wrapper() -> None:
     from pallas_attn.models.moe.kernels import grouped_gemm
 
     @functools.wraps(grouped_gemm.grouped_gemm)
-    def wrapper(call: Call) -> Any:
+    def wrapper(call: Any) -> Any:
         return grouped_gemm.grouped_gemm(call)
 
     wrapper.__module__ = __name__
