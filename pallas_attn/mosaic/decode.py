@@ -29,10 +29,13 @@ Main loop (`_kernel`, `KvSplit.attend`, `KvSplit.step`):
         for i in range(num_tiles):                       # tile i is in stage i % stages
             wait full[stage]
             s = K qᵀ                                     # [tokens, query_rows]; scaled, capped
+            if refills_keys_early:
+                first warp: start TMA of the keys of tile i + stages into this stage
+                wait values_full[stage]
             if some query row does not see the whole tile: mask s, zero values that no query row sees
             m, p = max(m, s), exp(s - m)                 # p [tokens, query_rows]
             acc = acc * rescale + Vᵀ p                   # [value_dim, query_rows]
-            first warp: start TMA of tile i + stages into this stage
+            first warp: start TMA of tile i + stages (its values, if refills_keys_early) into this stage
         if the work tile has all pages of the plan row: write output and LSE  # OutputWriter
         else: store the partial state                    # PartialStates
 
@@ -50,21 +53,34 @@ Timeline of a split of five tiles in two stages, top to bottom. S and O are the 
     wait full[0]     ... tile 2, then TMA of tile 4 -> stage 0; tile 3; tile 4
     output, or a partial state
 
+Two tiles of 16-bit keys and values of more than 384 columns do not fit shared memory. With `refills_keys_early`, a
+stage has separate barriers for keys and values, so that a single stage keeps at least half of a tile in flight:
+
+    TMA of queries, keys and values of tile 0
+    wait full[0]         S of tile 0                         values of tile 0 arrive meanwhile
+                         TMA of the keys of tile 1
+    wait values_full[0]  softmax, P, O of tile 0             keys of tile 1 arrive meanwhile
+                         TMA of the values of tile 1
+
 Barriers (all warps of the CTA wait):
 
     barrier       one phase per   arrivals                                     arrivals per phase
     full[stage]   tile            TMA; the first warp for an absent page       pages * page_copies
+    values_full   tile            TMA; the first warp for an absent page       pages
     q_full        split           TMA; the first warp for a padding query      query_parts * key segments, or
                                                                                block_queries if `packs_queries`
 
+`values_full[stage]` exists with `refills_keys_early` only; `full[stage]` then is the barrier of the keys.
+
 Stages have no "empty" barrier. The first warp refills a stage inside `basics.first_warp`, which first synchronizes all
 warps. At this point every warp has waited for the products that read the stage. The warps' own accesses to the stage
-are ordered before the copy by the `commit_smem` that follows the store of P.
+are ordered before the copy by the `commit_smem` that follows the store of P. With `refills_keys_early`, the warps do
+not access the keys themselves.
 
 Deadlock freedom: a CTA waits only for copies that it started itself, before the wait.
 
-- `start_copies` makes all arrivals of one phase of full[stage]. The CTA waits once per tile, in the order in which it
-  started the copies. It starts no copy for tiles past the last one.
+- `start_copies` makes all arrivals of one phase of full[stage], `start_value_copies` of values_full[stage]. The CTA
+  waits once per tile, in the order in which it started the copies. It starts no copy for tiles past the last one.
 - q_full has one phase per split. All copies of the queries are started before the wait.
 - Before the CTA overwrites the output tile in shared memory, it waits until the previous bulk copy has read the tile.
 - Barriers of the products are described in `mosaic.hopper.decode_products` and `mosaic.blackwell.decode_products`.
@@ -323,18 +339,33 @@ class DecodeTile:
         return self.page_tokens // self.group_tokens
 
     @property
+    def refills_keys_early(self) -> bool:
+        """Whether the copies of the next keys start before the values of a tile are multiplied. Keys and values then
+        have separate barriers.
+
+        Without it, two tiles of wide 16-bit heads would have to fit shared memory.
+        """
+        return self.has_values and self.value_dim > 256 and jnp.dtype(self.cache_dtype).itemsize == 2
+
+    @property
     def page_copies(self) -> int:
-        """Number of TMA copies for each page of a tile: key segments, values and scales."""
-        return len(self.key_dims) + self.has_values + (2 if self.page_groups else 1 if self.latent_groups else 0)
+        """Number of TMA copies for each page of a tile that arrive at `DecodeScratch.full`: key segments, values unless
+        they have a separate barrier, and scales.
+        """
+        values = self.has_values and not self.refills_keys_early
+        return len(self.key_dims) + values + (2 if self.page_groups else 1 if self.latent_groups else 0)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the kernel looks up the pages of tile i + stages at the start of iteration i instead of at its end.
 
         The lookup then overlaps the computation, but its results stay in registers. Large accumulators leave too few
-        registers for several pages.
+        registers for several pages. With `refills_keys_early`, the copies of keys and of values share a lookup.
         """
-        return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.max_lookahead
+        return (
+            self.refills_keys_early
+            or self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.max_lookahead
+        )
 
     @property
     def reduction_bytes(self) -> int:
@@ -438,7 +469,9 @@ class DecodeScratch(NamedTuple):
         was rounded down to a multiple of 16 bytes.
       scales: float32 [stages, 2, pages, at least 32] for K and V with token groups, [stages, pages, at least 32] for
         8-bit latents, or None. The minimum of 32 aligns each copy to 128 bytes.
-      full: one barrier per stage; a phase completes when the tile has arrived.
+      full: one barrier per stage; a phase completes when the tile has arrived, or its keys if values have a separate
+        barrier.
+      values_full: one barrier per stage for the values, if `DecodeTile.refills_keys_early`; otherwise None.
       q_full: barrier; a phase completes when the queries have arrived.
       products: scratch of the products; its type is `DecodeProducts.scratch_types`.
     """
@@ -452,6 +485,7 @@ class DecodeScratch(NamedTuple):
     tile_meta: Any
     scales: Any
     full: Any
+    values_full: Any
     q_full: Any
     products: Any
 
@@ -482,6 +516,9 @@ class DecodeScratch(NamedTuple):
             tile_meta=plgpu.SMEM((2 * stages + 2, max(tile.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups or tile.latent_groups else None,
             full=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages * tile.page_copies),
+            values_full=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages)
+            if tile.refills_keys_early
+            else None,
             q_full=plgpu.Barrier(
                 num_arrivals=packing.block_queries if tile.packs_queries else tile.query_parts * len(tile.key_dims)
             ),
@@ -659,6 +696,8 @@ class KvSplit:
             self.start_query_copies()
             for i, pages in first:
                 pl.when(i < self.num_tiles)(functools.partial(self.start_copies, i, pages))
+                if tile.refills_keys_early:
+                    pl.when(i < self.num_tiles)(functools.partial(self.start_value_copies, i, pages))
 
         self.store_limits()
         plgpu.barrier_wait(mem.q_full)
@@ -739,7 +778,8 @@ class KvSplit:
         return jnp.where(page < self.sink_pages, page, page - self.sink_pages + self.first_page)
 
     def start_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
-        """Start the copies of the i-th tile, on one warp. For each absent page, arrive at the barrier instead.
+        """Start the copies of the i-th tile, on one warp. For each absent page, arrive at the barrier instead. With
+        `DecodeTile.refills_keys_early`, copy only the keys.
 
         Args:
           pages: result of `look_up_pages(i)`.
@@ -755,6 +795,22 @@ class KvSplit:
                 for _ in range(self.tile.page_copies):
                     plgpu.barrier_arrive(mem.full.at[stage])
 
+    def start_value_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
+        """Start the copies of the values of the i-th tile; see `start_copies`."""
+        tile, x, mem = self.tile, self.x, self.mem
+        stage = lax.rem(i, self.static.stages)
+        full = mem.values_full.at[stage]
+        _, tile_of_page = tile.first_page(i)
+        source = pl.ds(tile_of_page * tile.page_tokens, tile.page_tokens)
+        for j, (pool_row, position) in enumerate(pages):
+            target = mem.v.at[stage, pl.ds(j * tile.page_tokens, tile.page_tokens)]
+
+            @pl.when(position < ABSENT)
+            def _copy(pool_row: Any = pool_row, target: Ref = target) -> None:
+                plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], target, full)
+
+            pl.when(position >= ABSENT)(lambda: plgpu.barrier_arrive(full))
+
     def copy_page(self, i: Any, j: int, pool_row: Any) -> None:
         """Start the copies of the j-th page of the i-th tile. If a page holds several tiles, copy only this tile."""
         tile, x, mem = self.tile, self.x, self.mem
@@ -766,7 +822,7 @@ class KvSplit:
         pools = [x.k] * len(mem.k) if x.rope is None else [x.k, x.rope]
         for pool, (first, columns), k in zip(pools, tile.key_slices, mem.k, strict=True):
             plgpu.copy_gmem_to_smem(pool.at[pool_row, source, pl.ds(first, columns)], k.at[stage, target], full)
-        if x.v is not None:
+        if x.v is not None and not tile.refills_keys_early:
             plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[stage, target], full)
         if tile.latent_groups:
             count = tile.scales_per_page
@@ -795,17 +851,25 @@ class KvSplit:
         static, x, mem, shape = self.static, self.x, self.mem, self.tile.shape
         m, l, acc = state  # noqa: E741  # [query_rows], [tokens, query_rows], [value_dim, query_rows]
         stage, following = lax.rem(i, static.stages), i + static.stages
-        pages = self.look_up_pages(following) if self.tile.looks_ahead else None
+        pages: Any = self.look_up_pages(following) if self.tile.looks_ahead else None
         plgpu.barrier_wait(mem.full.at[stage])
         base = [mem.tile_meta[stage, j] for j in range(self.tile.pages)]
         # The compiler would hoist address computations out of the loop and use two registers per 32 bytes of a key. The
-        # long rows of latents would take too many registers. Their addresses therefore include this zero, which changes
-        # per tile from the compiler's view: the compiler does not know that positions are never negative.
-        zero = jnp.minimum(base[0], 0) if x.v is None else 0
+        # long rows of latents and of wide heads would take too many registers. Their addresses therefore include this
+        # zero, which changes per tile from the compiler's view: the compiler does not know that positions are never
+        # negative.
+        zero = jnp.minimum(base[0], 0) if x.v is None or self.tile.value_dim > 256 else 0
         stage += zero
         v = mem.values(stage)
         k_scales, v_scales = self.token_scales(stage)  # [tokens] each
         s = self.scores(stage, zero, k_scales)  # [tokens, query_rows]
+        if self.tile.refills_keys_early:
+
+            @pl.when(following < self.num_tiles)
+            def _refill_keys() -> None:
+                basics.first_warp(functools.partial(self.start_copies, following, pages))
+
+            plgpu.barrier_wait(mem.values_full.at[stage])
         mask = functools.partial(self.mask_tile, base, v)
         s, v_scales = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scales)
         v_scale = None
@@ -834,7 +898,8 @@ class KvSplit:
         @pl.when(following < self.num_tiles)
         def _refill() -> None:
             found = self.look_up_pages(following) if pages is None else pages
-            basics.first_warp(functools.partial(self.start_copies, following, found))
+            refill = self.start_value_copies if self.tile.refills_keys_early else self.start_copies
+            basics.first_warp(functools.partial(refill, following, found))
 
         return AttentionState(m_new, l, acc)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn.types import LATENT_8BIT, QMAX, PagedKV, PagedLatent
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Maximum width of a head. A program keeps the float32 output of its tile in registers, and wider heads do not fit."""
 
 MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 128

@@ -98,6 +98,12 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
     """
     width = power_of_two(head_dim)
     small, quantised = has_small_shared_memory(card), cache_bytes == 1
+    if width > 256:
+        # Per 16 query rows, the output takes 32 registers per thread. 32 tokens of 16-bit keys and values take 64 KiB
+        # of shared memory.
+        tile_rows = 16 if rows <= 16 or quantised else 32
+        tokens = 16 if tile_rows == 32 or (quantised and tree) else 32
+        return TritonTile(tile_rows, tokens, width, warps=8, stages=STAGES, programs=1, max_registers=255)
     fits = rows <= 16 and not tree if quantised else rows <= 32 or not tree
     tokens = 64 if fits and width <= (64 if small or quantised else 128) else 32
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
@@ -253,6 +259,19 @@ MOST_ROWS = 128
 """Maximum number of query rows per program of the prefill kernel."""
 
 
+def _wide_flash_tile(card: Device, *, demanding: bool) -> FlashTile:
+    """Return the tile of the prefill kernel for more than 256 columns. With 8 warps, the output takes 64 registers per
+    thread and 32 query rows.
+
+    Fewer tokens take less shared memory, and fewer registers for scores and weights.
+    """
+    if demanding and not has_e4m3(card):  # the conversion of float8_e4m3fn takes registers
+        return FlashTile(rows=16, tokens=32, warps=8, stages=2)
+    if not demanding and card.capability is not None and card.capability[0] in (9, 10):
+        return FlashTile(rows=64, tokens=16, warps=8, stages=2)  # wgmma and tcgen05 multiply 64 rows
+    return FlashTile(rows=32, tokens=16 if has_small_shared_memory(card) else 32, warps=8, stages=2)
+
+
 def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
     """Return the tile of the prefill kernel: the fastest measured tile on Hopper, elsewhere the largest tile that fits
     into registers.
@@ -264,6 +283,8 @@ def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> Fl
       demanding: whether the cache has scales or the scores a soft cap, which take registers.
     """
     width = power_of_two(head_dim)
+    if width > 256:
+        return _wide_flash_tile(card, demanding=demanding)
     if card.capability == (9, 0):
         # Two programs of 64 rows fit on a multiprocessor: one multiplies while the other computes softmax. With heads
         # of more than 128 columns, one program fits.

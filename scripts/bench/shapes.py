@@ -86,6 +86,10 @@ PREFILL = {
 """Prefill chunks by model, and feature that distinguishes the chunk."""
 
 
+GEMMA4_LOCAL, GEMMA4_GLOBAL = ((16, 8, 256), (32, 16, 256)), ((16, 2, 512), (32, 4, 512))
+"""(query heads, KV heads, head dimension) of the layers with a window and without a window in Gemma 4 26B and 31B."""
+
+
 @dataclass(frozen=True)
 class MlaDecode:
     """Shape of one MLA layer's decode step: `batch` sequences of at most `context` tokens, with `queries` new tokens

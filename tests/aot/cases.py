@@ -71,6 +71,7 @@ IN_EVERY_RUN = frozenset(
         # with all options together. Other operations: at least one case per kernel.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",
         "paged-decode-fp8-token-d128-n32-p16-all-features",
+        "paged-decode-bf16-d512-n24-f32-out", "paged-decode-int8-channel-d512-n16-p16-all-features",
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",

@@ -203,11 +203,20 @@ def widest(cache: str, head_dim: int) -> int:
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations for Hopper: pages of 64 tokens with all other parameters, then other page sizes."""
+    """Return the configurations for Hopper: pages of 64 tokens with all other parameters, then other page sizes.
+
+    Heads of 320 to 448 columns have the kernel of 512 columns with shorter loops, so they are compiled with the maximum
+    number of query rows only.
+    """
     every = [
         Configuration(cache, head_dim, columns, out)
-        for cache, head_dim in itertools.product(CACHES, HEAD_DIMS)
+        for cache, head_dim in itertools.product(CACHES, (*HEAD_DIMS, 512))
         for columns, out in itertools.product(widths(cache, head_dim), (jnp.bfloat16, jnp.float32))
+    ]
+    every += [
+        Configuration(cache, head_dim, widest(cache, head_dim))
+        for cache, head_dims in (("bf16", (320, 384, 448)), ("int8-channel", (384,)), ("fp8-token", (384,)))
+        for head_dim in head_dims
     ]
     few = [c for c in every if c.out == jnp.bfloat16 and c.columns == 8]
     many = [replace(c, columns=widest(c.cache, c.head_dim)) for c in few]

@@ -54,7 +54,7 @@ GRID: dict[str, list[dict[str, Any]]] = {
     "decode_tile": [
         {"rows": rows, "head_dim": d, "cache_bytes": size, "tree": tree}
         for rows in (1, 4, 16, 17, 32, 33, 64, 128)
-        for d in (64, 80, 96, 128, 256)
+        for d in (64, 80, 96, 128, 256, 512)
         for size in (1, 2)
         for tree in (False, True)
     ],
@@ -92,7 +92,7 @@ GRID: dict[str, list[dict[str, Any]]] = {
     "flash_tile": [
         {"rows": rows, "head_dim": d, "demanding": demanding}
         for rows in (1, 16, 64, 65, 1000)
-        for d in (64, 80, 96, 128, 192, 256)
+        for d in (64, 80, 96, 128, 192, 256, 512)
         for demanding in (False, True)
     ],
 }

@@ -308,6 +308,22 @@ PAGED_DECODE = {
     "paged-decode-fixed": paged_decode(fixed=True),
     "paged-decode-bf16-d192-v128": paged_decode(head_dim=192, value_dim=128),
     "paged-decode-fp8-16-d192-v128": paged_decode("fp8-16", head_dim=192, value_dim=128),
+    # Heads of more than 256 columns.
+    **{
+        f"paged-decode-{cache}-d512{'-tree' if tree else ''}-g{group}": paged_decode(
+            cache, 512, group, queries=4, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
+        )
+        if tree
+        else paged_decode(cache, 512, group)
+        for cache in ("bf16", "int8-head", "int8-channel", "fp8-channel", "fp8-16")
+        for group, tree in ((8, False), (24, False), (4, True), (8, True))
+    },
+    "paged-decode-f16-d512-window": paged_decode("f16", 512, 8, window=1024, sinks=True, soft_cap=30.0, page_size=64),
+    "paged-decode-bf16-d512-drafts": paged_decode(head_dim=512, group=8, queries=4, window=1024),
+    **{
+        f"paged-decode-{cache}-d{d}": paged_decode(cache, d, 8) for cache in ("bf16", "fp8-16") for d in (320, 384, 448)
+    },
+    "paged-decode-bf16-d512-v320": paged_decode(head_dim=512, value_dim=320),
     "paged-decode-bf16-fused": paged_decode(lanes=128, page_size=1),
     "paged-decode-int8-head-d64-fused": paged_decode("int8-head", head_dim=64, lanes=128, page_size=1),
 }
@@ -394,6 +410,22 @@ PAGED_PREFILL = {
     "paged-prefill-bf16-p1": paged_prefill(page_size=1),
     "paged-prefill-bf16-mask": paged_prefill(mask=1024, window=2048),
     "paged-prefill-fp8-64-d256-mask-cap": paged_prefill("fp8-64", 256, mask=1024, soft_cap=30.0),
+    # Heads of more than 256 columns.
+    **{
+        f"paged-prefill-{cache}-d512-{n}": paged_prefill(cache, 512, n)
+        for cache in ("bf16", "f16", "int8-head", "int8-channel", "fp8-64")
+        for n in (FEW, MANY)
+    },
+    **{
+        f"paged-prefill-{cache}-d512-windows-cap": paged_prefill(cache, 512, soft_cap=30.0, **HEAD_WISE)
+        for cache in ("bf16", "fp8-channel", "int8-16")
+    },
+    "paged-prefill-bf16-d512-windows": paged_prefill("bf16", 512, page_size=16, **HEAD_WISE),
+    "paged-prefill-bf16-d512-mask": paged_prefill("bf16", 512, mask=1024, window=2048),
+    "paged-prefill-fp8-64-d512-mask-cap": paged_prefill("fp8-64", 512, mask=1024, soft_cap=30.0),
+    **{f"paged-prefill-bf16-d{d}-windows": paged_prefill("bf16", d, **HEAD_WISE) for d in (320, 384, 448)},
+    "paged-prefill-fp8-channel-d320-windows-cap": paged_prefill("fp8-channel", 320, soft_cap=30.0, **HEAD_WISE),
+    "paged-prefill-bf16-d512-v320": paged_prefill(head_dim=512, value_dim=320),
     "paged-prefill-bf16-d192-v128": paged_prefill(head_dim=192, value_dim=128),
     "paged-prefill-bf16-fused": paged_prefill(lanes=128, page_size=1),
     "paged-prefill-int8-head-d64-fused": paged_prefill("int8-head", head_dim=64, lanes=128, page_size=1),
@@ -419,7 +451,7 @@ def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool, **opti
 RAGGED = {
     **{
         f"ragged-{key_dim}-{value_dim}-{n}{name}": ragged(key_dim, value_dim, n, sinks=bool(options), **options)
-        for key_dim, value_dim in ((192, 128), (128, 128), (80, 80), (64, 64), (256, 256))
+        for key_dim, value_dim in ((192, 128), (128, 128), (80, 80), (64, 64), (256, 256), (512, 512), (320, 384))
         for n in (FEW, MANY)
         for name, options in (("", {}), ("-options", {"window": 1024, "soft_cap": 30.0}))
     },
@@ -483,6 +515,11 @@ WRITE_KV = {
     },
     "write-kv-bf16": write_kv(),
     "write-kv-bf16-p1": write_kv(page_size=1),
+    **{
+        f"write-kv-{cache}-d{d}": write_kv(cache, d, d // 2)
+        for cache in ("bf16", "int8-channel", "fp8-64", "fp8-4", "int8-1")
+        for d in (320, 512)
+    },
     "write-kv-bf16-d192-v128": write_kv(head_dim=192, half=32, value_dim=128),
     "write-kv-bf16-fused": write_kv(half=64, lanes=128, page_size=1),
     "write-kv-fp8-4-d64-fused": write_kv("fp8-4", head_dim=64, half=32, lanes=128),
@@ -685,6 +722,8 @@ IN_EVERY_RUN = frozenset(
         ("paged-decode-bf16-d128", "sm90"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
+        ("paged-decode-bf16-d512-tree-g8", "sm86"),
+        ("paged-prefill-bf16-d512-mask", "sm120"),
         ("paged-prefill-bf16-d128-8192", "sm80"),
         ("ragged-192-128-8192-options", "sm120"),
         ("write-kv-fp8-4-d128", "sm86"),

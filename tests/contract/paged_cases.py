@@ -154,7 +154,30 @@ WIDTHS = {
         PLAIN, cache_dtype="int8", scales="channel", head_wise=True, fused=80, absent_pages=True
     ),
 }
-SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS
+WIDE = {
+    "G 8, width 512, sinks": shape(8, 2, 512, 16, sinks="mixed"),
+    "width 512, drafts, windows, absent pages, soft cap": replace(
+        DRAFTS, head_dim=512, soft_cap=20.0, head_windows=((9, 1), (FULL, 0)), absent_pages=True
+    ),
+    "G 12, width 512, head-wise, int window": shape(
+        12, 1, 512, 64, kv_lens=(0, 1, 150), q_lens=(0, 1, 1), window=90, head_wise=True
+    ),
+    "width 448, float16": shape(4, 1, 448, 32, dtype="float16", window=40),
+    "width 384": shape(2, 2, 384, 16, sinks="ordinary"),
+    "width 320, pages of 128": shape(5, 1, 320, 128, kv_lens=(0, 1, 130), q_lens=(0, 1, 1), pages_per_row=2),
+    "keys of 512, values of 320": shape(2, 2, 512, 16, value_dim=320, window=20),
+    "width 512, int8 per channel, windows": replace(
+        DRAFTS, head_dim=512, cache_dtype="int8", scales="channel", head_windows=((9, 1), (FULL, 0)), sinks=None
+    ),
+    "width 512, int8 per head, soft cap": shape(8, 1, 512, 64, cache_dtype="int8", scales="head", soft_cap=3.0),
+    "width 512, fp8 per token, absent pages": shape(
+        4, 2, 512, 16, cache_dtype=FP8, scales=16, absent_pages=True, kv_lens=(0, 1, 61), q_lens=(0, 1, 1)
+    ),
+    "width 384, fp8 in 4 groups": shape(16, 1, 384, 64, cache_dtype=FP8, scales=4),
+}
+"""Heads of more than 256 columns."""
+
+SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS | WIDE
 
 TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
 Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
@@ -197,6 +220,7 @@ DECODE = SHARED | {
         for q, lens in Q_LENS.items()
         for name, windows, sinks in (("full", None, None), ("windowed", ((3, 0), (12, 2)), "mixed"))
     },
+    "width 512, a tree over windows": replace(TREE, head_dim=512, head_windows=((3, 0), (18, 2)), q_heads=6),
     "8 queries each, no q_lens": replace(PLAIN, kv_lens=(8, 16, 65), q_lens=None, queries=8),
     "drafts in blocks, pages of 32": replace(
         PLAIN, kv_lens=(3, 129, 64), q_lens=(5, 3, 2), queries=5, q_heads=12, kv_heads=1, page_size=32, num_pages=14
@@ -249,6 +273,13 @@ PREFILL = SHARED | {
         CHUNK, tree=True, head_wise=True, cache_dtype="int8", scales=PS, head_windows=None, sinks=None, soft_cap=4.0
     ),
     "chunks, a tree, more new tokens than keys": packed((3, 128, 0, 5), (9, 13, 6, 9), tree=True),
+    "chunks, width 512, windows": packed(
+        (70, 20), (3, 20), head_dim=512, pages_per_row=5, num_pages=14, head_windows=((9, 1), (FULL, 0))
+    ),
+    "chunks, width 512, a tree, fp8 per token": packed(
+        (37, 20), (3, 8), head_dim=512, tree=True, cache_dtype=FP8, scales=PS, pages_per_row=3, num_pages=9, tokens=12,
+        head_windows=None, sinks=None,
+    ),
     "a single sequence": packed((61,), (21,), head_windows=None, window=10, sinks="ordinary"),
     "no padding": packed((30, 64), (30, 1), tokens=31, head_windows=None, soft_cap=4.0),
     "a single token": packed((64,), (1,), tokens=1, head_windows=((5, 1), (FULL, 0))),
@@ -263,7 +294,7 @@ UNSUPPORTED = {
         "large soft cap": "takes a soft cap of up to 4096, got 5000",
         "page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
         "page of 8 tokens": "takes pages of 16, 32, 64 or 128 tokens, got 8",
-        "heads of 16": "takes heads of width 64, 128 or 256, got 16",
+        "heads of 16": "takes heads of width 64, 128.*, got 16",
         "float32": "takes bfloat16 and float16 queries, got float32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
@@ -281,6 +312,8 @@ UNSUPPORTED = {
         "chunks, a tree over windows and absent pages": "takes no draft mask",
         "chunks, a tree, int8 per token, head-wise": "takes no draft mask",
         "chunks, a tree, more new tokens than keys": "takes no draft mask",
+        "chunks, width 512, a tree, fp8 per token": "takes no draft mask",
+        "keys of 512, values of 320": "takes pages of keys and values of one width",
     },
     "triton": {
         "float32": "takes bfloat16 and float16 queries, got float32",
@@ -294,6 +327,12 @@ UNSUPPORTED = {
     },
 }
 """By backend: names of the cases that it does not support, and a pattern of the error message of each."""
+
+
+def too_wide(cases: Mapping[str, PagedCase]) -> dict[str, str]:
+    """Return the error messages of the cases with wide heads, for kernels that do not support them."""
+    wide = {name for name, case in cases.items() if case.head_dim > 256} - UNSUPPORTED["mosaic"].keys()
+    return dict.fromkeys(wide, "takes heads of width 64, 128 or 256, got")
 
 
 def unsupported(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
-from tests.contract.backends import BACKENDS, Backend, in_every_run
+from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
 
@@ -37,7 +37,13 @@ def _any_cascade_pays() -> Iterator[None]:
 
 
 def draw(
-    lens: tuple[int, ...], alike: int, dtype: str, rng: np.random.Generator, q_lens: tuple[int, ...] | None = None
+    lens: tuple[int, ...],
+    alike: int,
+    dtype: str,
+    rng: np.random.Generator,
+    q_lens: tuple[int, ...] | None = None,
+    *,
+    head_dim: int = D,
 ) -> dict[str, Any]:
     """Return arguments whose tables share the first `alike` columns. Cache slots without a token have NaN or
     infinities.
@@ -49,10 +55,10 @@ def draw(
         token = np.arange(length)
         held[row[token // PS], token % PS] = True
         row[-(-length // PS) :] = harness.GARBAGE
-    pages = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, D))).astype(dtype)
+    pages = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, head_dim))).astype(dtype)
     kv = PagedKV(*(jnp.asarray(np.moveaxis(harness.poison(rng, x, ~held), 1, 2)) for x in pages))
     count = np.array([Q] * B if q_lens is None else q_lens)
-    q = harness.poison(rng, rng.standard_normal((B, Q, HQ, D)).astype(dtype), np.arange(Q) >= count[:, None])
+    q = harness.poison(rng, rng.standard_normal((B, Q, HQ, head_dim)).astype(dtype), np.arange(Q) >= count[:, None])
     arguments = {"q": q, "kv": kv, "block_tables": tables, "kv_lens": np.array(lens, np.int32)}
     return arguments if q_lens is None else arguments | {"q_lens": np.array(q_lens, np.int32)}
 
@@ -93,6 +99,13 @@ def test_options(backend: Backend) -> None:
     sinks = {"sinks": rng.standard_normal(HQ).astype(np.float32)}
     arguments = draw(*CASES["two pages"], backend.dtype, rng, q_lens=(2, 1, 0, 2)) | sinks
     check(backend, arguments, soft_cap=2.0, sm_scale=0.3)
+
+
+@every_backend()
+@in_every_run("xla")
+@unsupported(mosaic="takes heads of width")
+def test_wide_heads(backend: Backend) -> None:
+    check(backend, draw(*CASES["two pages"], backend.dtype, harness.fresh_rng(), head_dim=512), sm_scale=0.05)
 
 
 any_rows = hypothesis.given(

@@ -138,6 +138,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fused in lanes, int8 per channel, head-wise", "fp8 queries of heads, sinks",
         "draft trees over any head's rows", "draft trees that start tiles",
         "draft trees, windows, absent pages", "draft trees alone", "tree of 3, windowed",
+        "keys of 512, values of 320",
     ],
     xla=[
         "all idle", "tokens cached, none new", "all of length 1", "all of maximum length", "absent pages",
@@ -153,7 +154,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fused in lanes, fp8 per token, pages of 1 token", "fused in lanes, int8 per channel, head-wise",
         "fp8 queries of tokens, tree, cap", "fp8 queries of tokens, head-wise, over fp8 per channel",
         "draft trees over any head's rows", "draft trees that start tiles", "tree of 3, windowed",
-        "tree of 8, full", "8 queries each, no q_lens", "drafts in blocks, pages of 32",
+        "tree of 8, full", "8 queries each, no q_lens", "drafts in blocks, pages of 32", "G 8, width 512, sinks",
+        "keys of 512, values of 320", "width 512, fp8 per token, absent pages",
     ],
     mosaic=[
         "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
@@ -175,11 +177,12 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "float32", "float32 over bfloat16", "int8 per head, odd group, int window, soft cap",
         "int8 per channel, windows, float16", "fp8 per token, windows",
         "fused in lanes, fp8 per token, pages of 1 token", "fp8 queries of tokens, tree, cap",
-        "tree of 3, windowed",
+        "tree of 3, windowed", "G 8, width 512, sinks", "keys of 512, values of 320",
     ],
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.DECODE))
 @unsupported(mosaic={"G 67": "67 have no such divisor"})  # the prefill kernel supports any number of heads
+@unsupported(mosaic_sm100=paged_cases.too_wide(paged_cases.DECODE))
 def test_decode(backend: Backend, name: str) -> None:
     check(DECODE, backend, draw(backend, DECODE.cases[name]))
 
@@ -224,6 +227,7 @@ def test_decode(backend: Backend, name: str) -> None:
         "chunks, windows 1 and past a page", "chunks, windows about as long as a page",
         "chunks, int8 per token", "full, sinks, soft cap", "full, more queries than keys",
         "chunks, a tree over windows and absent pages", "more sequences than tokens",
+        "keys of 512, values of 320", "chunks, width 512, windows",
     ],
     mosaic=[
         "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
@@ -246,11 +250,38 @@ def test_decode(backend: Backend, name: str) -> None:
     triton=[
         "float32", "float32 over bfloat16", "bfloat16 over float32", "bfloat16 over float16",
         "first chunks, later chunks and none", "full, absent pages of any head's rows, int8 per token",
+        "chunks, width 512, windows",
     ],
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.PREFILL))
+@unsupported(mosaic=paged_cases.too_wide(paged_cases.PREFILL))
 def test_prefill(backend: Backend, name: str) -> None:
     check(PREFILL, backend, draw(backend, PREFILL.cases[name]))
+
+
+@both()
+@pytest.mark.parametrize("width", [320, 512])
+@in_every_run(
+    "xla",
+    mosaic=["512-paged_decode"],
+    mosaic_sm100=["512-paged_decode"],
+    triton=["512-paged_decode", "512-paged_prefill"],
+)
+@unsupported(
+    mosaic={f"{width}-paged_prefill": "takes heads of width" for width in (320, 512)},
+    mosaic_sm100="takes heads of width",
+)
+def test_columns_of_wide_values_keep_their_place(operation: Operation, backend: Backend, width: int) -> None:
+    """All tokens of a KV head have the same value, so the output of a query equals it. Its columns differ."""
+    case = paged_cases.shape(2, 2, width, 16)
+    inputs = draw(backend, case)
+    value = inputs.rng.standard_normal(width).astype(inputs.case.dtype).astype(np.float32)
+    inputs.kv["v"][:] = np.stack([value, -value])[:, None]
+    arrays = operation.arguments(inputs)
+    arrays = planned(backend, inputs.case, arrays) if operation is DECODE else arrays
+    out, lse = operation.run(backend, inputs.case, arrays)
+    want = np.where(np.isneginf(lse)[..., None], 0, np.repeat(np.stack([value, -value]), 2, axis=0))
+    np.testing.assert_allclose(out.astype(np.float32), want, rtol=2 / 128)
 
 
 POISONED = {

@@ -262,6 +262,9 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
     "GQA of 3": (64, 64, 9, 3),
     "GQA of 16": (128, 64, 16, 1),
     "one head, narrow keys": (64, 128, 1, 1),
+    "GQA of 8, width 512": (512, 512, 8, 1),
+    "width 320": (320, 320, 2, 2),
+    "keys of 448, values of 384": (448, 384, 4, 2),
 }
 
 
@@ -269,20 +272,37 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
 @every_backend
 @in_every_run(
-    xla=["DeepSeek", "GQA of 2", "one head, narrow keys"],
-    mosaic=["DeepSeek", "GQA of 16", "one head, narrow keys"],
+    xla=["DeepSeek", "GQA of 2", "one head, narrow keys", "keys of 448, values of 384"],
+    mosaic=["DeepSeek", "GQA of 16", "one head, narrow keys", "GQA of 8, width 512"],
     mosaic_sm100=["DeepSeek"],
-    triton=["DeepSeek"],
+    triton=["DeepSeek", "keys of 448, values of 384"],
 )  # fmt: skip
 @unsupported(
     mosaic={
         "GQA of 16": "takes keys and values of width",
         "one head, narrow keys": "takes keys and values of width",
+        "GQA of 8, width 512": "takes keys and values of width",
+        "width 320": "takes keys and values of width",
+        "keys of 448, values of 384": "takes keys and values of width",
     },
 )  # fmt: skip
 def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
     few = replace(FEW, key_dim=key_dim, value_dim=value_dim)
     check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
+
+
+@every_backend
+@in_every_run("xla", "triton")
+@unsupported(mosaic="takes keys and values of width")
+def test_columns_of_wide_values_keep_their_place(backend: Backend) -> None:
+    """All keys of a head have the same value, so the output of a query equals it. Its columns differ."""
+    inputs = draw(backend, replace(FEW, key_dim=512, value_dim=512))
+    value = inputs.rng.standard_normal(512).astype(inputs.v.dtype).astype(np.float32)
+    inputs.v[:] = value * np.array([[1], [-1]])
+    out, _ = run(backend, inputs.case, inputs.arguments())
+    seen = inputs.visible.any(axis=1)
+    want = np.broadcast_to(np.repeat([value, -value], 2, axis=0), out[seen].shape)
+    np.testing.assert_allclose(out[seen].astype(np.float32), want, rtol=2 / 128)
 
 
 WINDOWED = replace(LONG, window=70, soft_cap=5.0, sinks=True, q_heads=3)
@@ -298,6 +318,9 @@ OPTIONS = {
     "full, soft cap, sinks": replace(FEW, q_heads=3, kv_heads=1, causal=False, soft_cap=3.0, sinks=True),
     "scores of either sign to 5e5, a window": replace(BASE, exact=True, window=6),
     "large soft cap": replace(BASE, soft_cap=5000.0),
+    "width 512, a window, soft cap, sinks": replace(
+        WINDOWED, q_lens=(3, 0, 41, 20), kv_lens=(40, 9, 80, 5), tokens=66, keys=135, key_dim=512, value_dim=512
+    ),
 }
 
 
@@ -311,7 +334,12 @@ OPTIONS = {
     mosaic=["the same window, all in one", "large soft cap"],
     triton=["full, soft cap, sinks"],
 )  # fmt: skip
-@unsupported(mosaic={"large soft cap": "takes a soft cap of up to 4096, got 5000"})
+@unsupported(
+    mosaic={
+        "large soft cap": "takes a soft cap of up to 4096, got 5000",
+        "width 512, a window, soft cap, sinks": "takes keys and values of width",
+    }
+)
 def test_options(backend: Backend, name: str) -> None:
     check(backend, OPTIONS[name])
 

@@ -72,9 +72,11 @@ class Step:
     tables: np.ndarray
 
     @staticmethod
-    def draw(new: tuple[int, ...], lens: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Step:
+    def draw(
+        new: tuple[int, ...], lens: tuple[int, ...], dtype: str, rng: np.random.Generator, head_dim: int = D
+    ) -> Step:
         def packed(heads: int) -> np.ndarray:
-            x = (harness.HALF_SCALE * rng.standard_normal((T, heads, D))).astype(dtype)
+            x = (harness.HALF_SCALE * rng.standard_normal((T, heads, head_dim))).astype(dtype)
             return harness.poison(rng, x, np.arange(T) >= sum(new))
 
         tables = rng.permutation(N)[: S * P].reshape(S, P).astype(np.int32)
@@ -84,7 +86,7 @@ class Step:
             held[row[token // PS], token % PS] = True
             tables[s, -(-length // PS) :] = harness.GARBAGE
         tables[len(new) :] = harness.GARBAGE
-        x = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, D))).astype(dtype)
+        x = (harness.HALF_SCALE * rng.standard_normal((2, N, PS, HKV, head_dim))).astype(dtype)
         k, v = (np.moveaxis(harness.poison(rng, pages, ~held), 1, 2) for pages in x)
         return Step(new, lens, (8 * packed(HQ)).astype(dtype), packed(HKV), packed(HKV), (k, v), tables)
 
@@ -179,6 +181,15 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) ->
 def test_mixes(backend: Backend, name: str) -> None:
     step = Step.draw(*MIXES[name], backend.dtype, harness.fresh_rng())
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
+
+
+@every_backend()
+@in_every_run("xla")
+@unsupported(mosaic="takes heads of width")
+def test_wide_heads(backend: Backend) -> None:
+    step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng(), head_dim=512)
+    got = run(backend, step.arguments("garbage", distribution=True), sliding_window=30, sm_scale=0.05)
+    check(backend, step, got, window=30, sm_scale=0.05)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Mistakes that `test_planted_breaks.py` makes in the Blackwell kernels on purpose, each with the test that detects it.
+"""Mistakes that `test_planted_breaks.py` makes in the Blackwell kernels and in the decode kernel for wide heads on
+purpose, each with the test that detects it.
 
 To plant a mistake is to replace correct code by wrong code in a copy of the library. The mistakes are typical: missing
 barriers, GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and
@@ -21,6 +22,8 @@ SPLITS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged"
 VALUES = "tests/contract/test_mla_decode.py::test_values_of_one_shape"
 ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers"
 PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
+WIDE = "tests/ops/test_paged_decode_mosaic.py::test_wide_heads_with_more_tiles_than_stages"
+COLUMNS = "tests/contract/test_paged_attention.py::test_columns_of_wide_values_keep_their_place"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,40 @@ BREAKS: dict[str, PlantedBreak] = {
         "return soft_cap - 2 * soft_cap * _reciprocal(1 +",
         "return soft_cap - soft_cap * _reciprocal(1 +",
         f"{STAGES}[fp8 in 4 groups, heads of 256, soft cap]",
+    ),
+    "wide decode: the second half of the output has the first columns": PlantedBreak(
+        "pallas_attn/mosaic/decode_merge.py",
+        "out[j * slice_values : (j + 1) * slice_values]",
+        "out[:slice_values]",
+        f"{COLUMNS}[512-paged_decode-mosaic]",
+    ),
+    "wide decode: the halves of the values are swapped": PlantedBreak(
+        DECODE,
+        "                plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], target, full)\n",
+        "                half = tile.value_dim // 2\n"
+        "                for i in range(2):\n"
+        "                    swapped = target.at[:, pl.ds((1 - i) * half, half)]\n"
+        "                    plgpu.copy_gmem_to_smem(x.v.at[pool_row, source, pl.ds(i * half, half)], swapped, full)\n",
+        f"{COLUMNS}[512-paged_decode-mosaic]",
+    ),
+    "wide decode: no wait for the values": PlantedBreak(
+        DECODE,
+        "            plgpu.barrier_wait(mem.values_full.at[stage])\n",
+        "",
+        f"{WIDE}[interpreted-one stage, sinks, absent pages]",
+    ),
+    "wide decode: the next values are copied with the next keys": PlantedBreak(
+        DECODE,
+        "                basics.first_warp(functools.partial(self.start_copies, following, pages))\n",
+        "                basics.first_warp(functools.partial(self.start_copies, following, pages))\n"
+        "                basics.first_warp(functools.partial(self.start_value_copies, following, pages))\n",
+        f"{WIDE}[interpreted-one stage, sinks, absent pages]",
+    ),
+    "wide decode: absent pages do not arrive at the barrier of the values": PlantedBreak(
+        DECODE,
+        "            pl.when(position >= ABSENT)(lambda: plgpu.barrier_arrive(full))\n",
+        "",
+        f"{WIDE}[interpreted-one stage, sinks, absent pages]",
     ),
     "decode: the accumulator is not rescaled": PlantedBreak(
         DECODE,

@@ -1,4 +1,4 @@
-"""Tests that the tests of the Blackwell kernels detect mistakes.
+"""Tests that the tests of the Blackwell kernels, and of decode with wide heads on Hopper, detect mistakes.
 
 These kernels have not run on a GPU, so their correctness depends on tests in the interpreter. `make test-slow` plants
 each mistake of `planted_breaks.py` in a copy of the library, one at a time, and runs the test that must fail. `make

@@ -101,6 +101,56 @@ def test_merge_of_few_rows_uses_narrow_blocks(group: int, queries: int, monkeypa
     check(inputs, plan=plan)
 
 
+WIDE = PagedCase(
+    kv_lens=(0, 260, 130),
+    q_lens=(1, 1, 1),
+    q_heads=3,
+    kv_heads=1,
+    head_dim=512,
+    page_size=64,
+    pages_per_row=5,
+    num_pages=14,
+    dtype="bfloat16",
+)
+WIDE_CASES = {
+    "one stage, sinks, absent pages": (1, replace(WIDE, sinks="ordinary", absent_pages=True)),
+    "one stage, pages of 16, drafts, windows": (
+        1,
+        replace(
+            WIDE, page_size=16, pages_per_row=17, num_pages=50, q_lens=(0, 3, 2), head_windows=((150, 20),), q_heads=6
+        ),
+    ),
+    "one stage, pages of 128, float16, soft cap": (
+        1,
+        replace(WIDE, page_size=128, num_pages=12, dtype="float16", head_dim=448, soft_cap=20.0),
+    ),
+    "two stages, heads of 320": (2, replace(WIDE, head_dim=320, head_windows=((200, 5),))),
+    "int8 per channel, two stages, drafts": (
+        2,
+        replace(WIDE, cache_dtype="int8", scales="channel", q_lens=(0, 3, 2), q_heads=6),
+    ),
+    "fp8 per token, three stages, heads of 384": (
+        3,
+        replace(WIDE, cache_dtype="float8_e4m3fn", scales=64, head_dim=384),
+    ),
+}
+
+
+@slow_cases(
+    "interpreted-one stage, pages of 128, float16, soft cap", "interpreted-two stages, heads of 320",
+    "interpreted-int8 per channel, two stages, drafts", "interpreted-fp8 per token, three stages, heads of 384",
+)  # fmt: skip
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_wide_heads_with_more_tiles_than_stages(name: str) -> None:
+    stages, case = WIDE_CASES[name]
+    inputs = draw(case)
+    variant = Variant("mosaic", DecodeConfig(64, stages, programs_per_multiprocessor=1), honours_plans=True)
+    arrays = inputs.decode()
+    plan = plan_for(case, arrays, "balanced", 2)
+    got = harness.compiled(paged_decode, variant, return_lse=True, **case.static)(**arrays, plan=plan)
+    harness.assert_attention_close(got, inputs.expected_decode(), variant.tolerance(case.dtype))
+
+
 @pytest.mark.parametrize("scales", ["head", "channel"])
 def test_sum_of_query_parts_is_the_query(scales: Any) -> None:
     """A query element is stored as a sum of float16 parts. The sum is exact in the range of float16, and finite for
@@ -231,7 +281,11 @@ def test_plan_has_the_number_of_ctas_of_the_operation(monkeypatch: pytest.Monkey
 UNSUPPORTED = {
     "float32": (replace(BASE, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
     "mixed": (replace(BASE, cache_dtype="float16"), "got bfloat16 over float16"),
-    "narrow heads": (replace(BASE, head_dim=32), "takes heads of width 64, 128 or 256, got 32"),
+    "narrow heads": (replace(BASE, head_dim=32), "takes heads of width 64, 128, 256, 320, 384, 448 or 512, got 32"),
+    "8-bit heads of 320": (
+        replace(BASE, head_dim=320, cache_dtype="int8", scales="head"),
+        "takes heads of width 64, 128, 256, 384 or 512, got 320",
+    ),
     "small pages": (replace(BASE, page_size=8), "takes pages of 16, 32, 64 or 128 tokens, got 8"),
     "67 heads per KV head": (replace(BASE, q_heads=67, kv_heads=1), "67 have no such divisor"),
 }

@@ -9,11 +9,26 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PagedKV, paged_decode, paged_prefill
-from pallas_attn.runtime import dispatch
+from pallas_attn.runtime import device, dispatch
 from scripts.bench import shapes
+from scripts.bench.shapes import Decode, Prefill
 from tests.kit import harness
 from tests.kit.harness import VARIANTS, Variant
 from tests.kit.real_sizes import decode_arrays, normal, prefill_arrays, static
+
+GEMMA4_DECODE = {
+    "local": Decode(32, 8192, 32, 16, 256, window=1024),
+    "global": Decode(16, 8192, 32, 4, 512),
+    "global, 2 drafts": Decode(16, 8192, 32, 4, 512, queries=3),
+    "global, pages of 16": Decode(16, 8192, 16, 2, 512, page_size=16),
+    "global, long context": Decode(1, 131072, 16, 2, 512),
+}
+GEMMA4_PREFILL = {
+    "local": Prefill(1, 2048, 2048, 32, 16, 256, window=1024),
+    "global": Prefill(1, 2048, 2048, 32, 4, 512),
+    "global, many short": Prefill(64, 64, 1024, 16, 2, 512, page_size=16),
+}
+"""Calls of Gemma 4, whose heads have 256 or 512 columns. Mosaic kernels for 512 columns exist for decode on Hopper."""
 
 
 def lean(op: str) -> pytest.MarkDecorator:
@@ -76,6 +91,19 @@ def reference(case: shapes.Decode | shapes.Prefill, arrays: dict[str, Any]) -> A
 @lean("paged_decode")
 @every_decode
 def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
+    check_decode(variant, case)
+
+
+@pytest.mark.gpu
+@lean("paged_decode")
+@pytest.mark.parametrize("case", GEMMA4_DECODE.values(), ids=GEMMA4_DECODE)
+def test_decode_numbers_of_wide_heads(variant: Variant, case: Decode) -> None:
+    if variant.implementation == "mosaic" and case.head_dim > 256 and device.current().capability != (9, 0):
+        pytest.skip("Mosaic kernels for heads of 512 columns are for Hopper")
+    check_decode(variant, case)
+
+
+def check_decode(variant: Variant, case: Decode) -> None:
     arrays = jax.jit(decode_arrays, static_argnums=0)(case, fresh_key())
     got = harness.compiled(paged_decode, variant, return_lse=True, **static(case))(**arrays)
     harness.assert_attention_close(got, reference(case, arrays), variant.tolerance(jnp.bfloat16))
@@ -85,7 +113,20 @@ def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
 @lean("paged_prefill")
 @every_prefill
 def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
-    """A sample of the new tokens is compared with `paged_decode` for each of these tokens."""
+    check_prefill(variant, case)
+
+
+@pytest.mark.gpu
+@lean("paged_prefill")
+@pytest.mark.parametrize("case", GEMMA4_PREFILL.values(), ids=GEMMA4_PREFILL)
+def test_prefill_numbers_of_wide_heads(variant: Variant, case: Prefill) -> None:
+    if variant.implementation == "mosaic" and case.head_dim > 256:
+        pytest.skip("no Mosaic prefill kernel has heads of 512 columns")
+    check_prefill(variant, case)
+
+
+def check_prefill(variant: Variant, case: Prefill) -> None:
+    """Compare a sample of the new tokens with `paged_decode` for each of these tokens."""
     key = fresh_key()
     arrays = jax.jit(prefill_arrays, static_argnums=0)(case, key)
     out, lse = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))(**arrays)

@@ -114,6 +114,24 @@ def test_write_rotates_keys_and_queries_not_values(style: Any, half: int, norm_o
 
 
 @each_variant
+@in_every_run("xla", "mosaic", "triton")
+def test_write_rotates_and_norms_wide_heads(variant: Variant) -> None:
+    """Heads of 512 columns, of which RoPE rotates columns i and i + 256. Most angles are 0."""
+    rng, width = fresh_rng(), 512
+    q_norm, k_norm = jnp.asarray(1 + 0.3 * rng.standard_normal((2, width)), jnp.float32)
+    angles = rng.uniform(0, 2 * np.pi, (NUM_TOKENS, width // 2)) * (np.arange(width // 2) < 64)
+    cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    rope = Rope(cos, sin, q_norm=q_norm, k_norm=k_norm, norm_order="before_rope", norm_eps=1e-2)
+    (k, v), (q, _) = tokens(rng, width=width), tokens(rng, width=width)
+    kv, slots = stale_cache(rng, "float32", width=width), np.arange(NUM_TOKENS, dtype=np.int32)
+    got, rotated = write(variant, kv, k, v, slots, rope=rope, q=q)
+    stored = got.k[0, :, :NUM_TOKENS].swapaxes(0, 1)
+    np.testing.assert_allclose(stored, normed_and_rotated(k, rope, k_norm), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rotated, normed_and_rotated(q, rope, q_norm), rtol=1e-5, atol=1e-5)
+    assert_same_bits(got.v[0, :, :NUM_TOKENS].swapaxes(0, 1), v)
+
+
+@each_variant
 @in_every_run("xla", "mosaic")
 def test_write_rounds_rotated_keys_and_queries_once(variant: Variant) -> None:
     rng = fresh_rng()

@@ -206,6 +206,20 @@ def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, 
     assert_same_bits((got.k_scale, got.v_scale), (want.k_scale, want.v_scale))
 
 
+# --- wide heads
+
+
+@each_variant
+@in_every_run("xla", mosaic=["512-bfloat16-None"], triton=["512-float8_e4m3fn-2"])
+@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "channel"), ("float8_e4m3fn", 2)])
+@pytest.mark.parametrize("width", [320, 512])
+def test_wide_heads(width: int, dtype: str, scales: Any, variant: Variant) -> None:
+    rng = fresh_rng()
+    kv = finite(stale_cache(rng, dtype, scales, width=width))
+    (k, v), slots = tokens(rng, width=width), random_slots(rng, 1)
+    assert_same_bits(write(variant, kv, k, v, slots), numpy_write(kv, k, v, slots))
+
+
 class Group:
     """Helper for tests of a scale group: the first half of page 2, which holds stale bytes at first.
 

@@ -29,16 +29,16 @@ each_variant = backends.every_variant("write_kv")
 """Decorator: run a test with argument `variant` for each variant of `write_kv`."""
 
 
-def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES) -> CacheSpec:
+def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES, *, width: int = WIDTH) -> CacheSpec:
     return kv_cache_spec(
-        num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=HEADS, head_dim=WIDTH, dtype=dtype, scales=scales
+        num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=HEADS, head_dim=width, dtype=dtype, scales=scales
     )
 
 
-def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None) -> PagedKV:
+def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None, *, width: int = WIDTH) -> PagedKV:
     """Return a cache of random bytes, including NaN, with huge, tiny, infinite and NaN scales."""
     arrays: dict[str, Any] = {}
-    for name, a in cache_spec(dtype, scales).arrays.items():
+    for name, a in cache_spec(dtype, scales, width=width).arrays.items():
         if name.endswith("scale"):
             arrays[name] = rng.choice([1e30, 1e-30, np.inf, np.nan], a.shape).astype(np.float32)
         else:
@@ -46,11 +46,13 @@ def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None
     return PagedKV(**{name: jnp.asarray(a) for name, a in arrays.items()})
 
 
-def tokens(rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0) -> tuple[Any, Any]:
+def tokens(
+    rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0, *, width: int = WIDTH
+) -> tuple[Any, Any]:
     """Draw keys and values [T, Hkv, D]. Each token and head is multiplied by exp(`spread` * n), with n standard
     normal.
     """
-    shape = (2, NUM_TOKENS, HEADS, WIDTH)
+    shape = (2, NUM_TOKENS, HEADS, width)
     x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((*shape[:-1], 1)))
     return jnp.asarray(x[0].astype(dtype)), jnp.asarray(x[1].astype(dtype))
 

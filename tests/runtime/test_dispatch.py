@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import PagedKV, PagedLatent, explain, mla_prefill, paged_decode
 from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.runtime import device, dispatch, kernel_cache, tuning
+from pallas_attn.triton import launch
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
@@ -416,6 +417,33 @@ def test_explain_when_nothing_supports_a_call(arrays: dict[str, Any]) -> None:
 def test_explain_accepts_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None:
     shapes = jax.eval_shape(lambda: arrays)
     assert explain("paged_decode", **shapes, window=3, out_dtype=jnp.float32).chosen == "xla"
+
+
+@pytest.mark.parametrize(
+    ("op", "capability", "refused"),
+    [
+        ("paged_decode", (9, 0), {}),
+        ("paged_prefill", (9, 0), {"mosaic": "takes heads of width 64, 128 or 256, got 512"}),
+        ("paged_decode", (10, 0), {"mosaic": "takes heads of width 64, 128 or 256, got 512"}),
+        ("paged_prefill", (10, 0), {"mosaic": "takes heads of width 64, 128 or 256, got 512"}),
+    ],
+)
+def test_wide_heads_have_the_kernels_of_the_support_table(
+    op: str, capability: Any, refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 512 columns have a Mosaic kernel for decode on Hopper. Other calls use Triton, and say why."""
+    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
+    card = device.Device("gpu", "a card", capability, 132, 227 * 1024, 228 * 1024)
+    monkeypatch.setattr(device, "current", lambda: card)
+    monkeypatch.setattr(device, "triton_card", lambda **_: card)
+    monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))
+    monkeypatch.setattr(launch, "encoded_call", lambda *_: b"")
+    case = PagedCase((20, 1), head_dim=512, q_heads=16, page_size=16, dtype="bfloat16", tokens=2)
+    inputs = Inputs.draw(case, harness.fresh_rng())
+    arrays = inputs.decode() if op == "paged_decode" else inputs.prefill()
+    shapes = jax.eval_shape(lambda: {name: array for name, array in arrays.items() if array is not None})
+    explanation = explain(op, **shapes)
+    assert (explanation.chosen, dict(explanation.refused)) == ("triton" if refused else "mosaic", refused)
 
 
 def test_explain_raises_like_the_call(arrays: dict[str, Any], unchecked_shapes: None) -> None:

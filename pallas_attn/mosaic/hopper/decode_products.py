@@ -66,12 +66,14 @@ class WgmmaProducts:
         return dequantize.multiply_dequantized(keys[0], queries[0])
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
-        if tile.latent_groups:  # `add_groups` loads the values itself, because all of them would not fit in registers
+        if _loads_in_blocks(tile):  # `add_groups` loads the values, because all of them would not fit in registers
             return v
         return v.transpose((1, 0)) if tile.scales is None else dequantize.load_transposed(v, tile.value_dim)
 
     def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
-        return latent_products.add_groups(acc, values, ps) if tile.latent_groups else add_product(acc, values, ps[0])
+        return (
+            latent_products.add_groups(acc, values, ps) if _loads_in_blocks(tile) else add_product(acc, values, ps[0])
+        )
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
         return dequantize.restore_channel_order(acc)
@@ -85,6 +87,13 @@ class WgmmaProducts:
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
         return wgmma.capped(s, 1.0, soft_cap)
+
+
+def _loads_in_blocks(tile: DecodeTile) -> bool:
+    """Return whether 8-bit values are converted in blocks of channels. A tile of wide values would take more than 64
+    registers per thread.
+    """
+    return bool(tile.latent_groups) or (tile.scales is not None and tile.value_dim > 256)
 
 
 def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:

@@ -8,6 +8,9 @@ A token has one scale for each channel group, which is `LATENT_GROUP` consecutiv
 multiplies the sum over the channels of the group. In Vᵀ P, the scale is multiplied into the probabilities, so there is
 one array of probabilities per channel group. The conversion of a latent to float16 is therefore exact.
 
+`add_groups` also multiplies wide 8-bit values that have no scale per channel group, with a single array of
+probabilities.
+
 The products are computed in blocks of 64 channels. Threads convert the next block while tensor cores multiply the
 current block. Loads with `ldmatrix` permute channels; `as_keys` and `as_values` of `hopper.dequantize` define the
 order.
@@ -114,16 +117,19 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
 
     Args:
       total: [L, N], rows in the order of `as_values`.
-      latent: e4m3 tile [TOKENS, L] in shared memory.
-      ps: for each channel group, float16 [TOKENS, N], a transposed view of shared memory [N, TOKENS].
+      latent: 8-bit tile [TOKENS, L] in shared memory.
+      ps: for each of one or several channel groups of equal width, float16 [TOKENS, N], a transposed view of shared
+        memory [N, TOKENS].
     """
     channels, columns = total.shape
+    group = channels // len(ps)
     if interpreted():
-        left = as_values(latent[...].astype(jnp.float16).T).reshape(len(ps), LATENT_GROUP, TOKENS)
+        left = as_values(latent[...].astype(jnp.float16).T).reshape(len(ps), group, TOKENS)
         products = [jnp.dot(left[i], p[...], preferred_element_type=jnp.float32) for i, p in enumerate(ps)]
         plgpu.commit_smem()
         return total + jnp.concatenate(products)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
+    assembly = conversion(latent.dtype, (0, 2, 1, 3))
 
     @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
     def add(_: Any, latent: ir.Value, total: Any, *ps: ir.Value) -> Any:
@@ -132,17 +138,17 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
         total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
         blocks = total.registers.reshape(channels // BLOCK, -1)
         sums, ahead = [], channels * columns <= MOST_AHEAD
-        left = _values(chunks, 0)
+        left = _values(chunks, 0, assembly)
         for block, registers in enumerate(blocks):
             nvvm.wgmma_fence_aligned()
-            right = wgmma.RightOperand(ps[block * BLOCK // LATENT_GROUP])
+            right = wgmma.RightOperand(ps[block * BLOCK // group])
             sums += right.add(list(registers), left)
             wgmma.commit()
             if ahead and block + 1 < len(blocks):
-                left = _values(chunks, (block + 1) * BLOCK)
+                left = _values(chunks, (block + 1) * BLOCK, assembly)
             wgmma.assembly("wgmma.wait_group.sync.aligned 0;")
             if not ahead and block + 1 < len(blocks):
-                left = _values(chunks, (block + 1) * BLOCK)
+                left = _values(chunks, (block + 1) * BLOCK, assembly)
         mgpu.commit_shared()
         done = fragmented_array.optimization_barrier(wgmma.fragments(sums, (channels, columns)))
         return done.to_layout(fragmented_array.WGMMA_LAYOUT)
@@ -192,7 +198,7 @@ def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
     return steps
 
 
-def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+def _values(chunks: ChunkPointers, first: int, assembly: str) -> list[list[ir.Value]]:
     """Load, transpose and convert a block of values. Return the left-operand registers of its wgmma instructions.
 
     Each instruction multiplies 64 channels by 16 tokens. One transposed `ldmatrix` loads four matrices of 8 tokens by
@@ -201,8 +207,8 @@ def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
     Args:
       chunks: pointers to the chunks of the latents.
       first: first channel of the block.
+      assembly: PTX that converts four values, from `conversion`.
     """
-    assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
     steps = []
     for tokens in range(0, TOKENS, 32):
         pointer = chunks.pointer(tokens, first // 16)

@@ -7,6 +7,10 @@ import jax.numpy as jnp
 from pallas_attn.types import QMAX, PagedKV, PagedLatent
 
 HEAD_DIMS = (64, 128, 256)
+WIDE_HEAD_DIMS = (*HEAD_DIMS, 320, 384, 448, 512)
+"""Head widths of decode on Hopper over 16-bit caches."""
+WIDE_8_BIT_HEAD_DIMS = (*HEAD_DIMS, 384, 512)
+"""Head widths of decode on Hopper over 8-bit caches, whose wide heads are converted in blocks of 128 columns."""
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
 """Largest supported soft cap. Kernels compute a capped score as the difference of two numbers of the size of the cap,
@@ -64,10 +68,10 @@ def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
             raise NotImplementedError(f"takes no {name} over latents, got {option}")
 
 
-def require_head_dim(head_dim: int) -> None:
-    """Raise NotImplementedError unless the head width is in `HEAD_DIMS`."""
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"takes heads of width {_listed(HEAD_DIMS)}, got {head_dim}")
+def require_head_dim(head_dim: int, supported: tuple[int, ...] = HEAD_DIMS) -> None:
+    """Raise NotImplementedError unless the head width is in `supported`."""
+    if head_dim not in supported:
+        raise NotImplementedError(f"takes heads of width {_listed(supported)}, got {head_dim}")
 
 
 def require_page_size(page_size: int) -> None:

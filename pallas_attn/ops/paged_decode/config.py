@@ -39,17 +39,20 @@ def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int
       cache_bytes: bytes per cached value.
       capped: whether scores have a soft cap.
     """
+    if head_dim > 256:  # a thread may have 255 registers, because at most two CTAs fit shared memory
+        return 16 if cache_bytes == 1 or capped else 24
     columns = 64 * cache_bytes * 64 // max(head_dim, 128)
     return columns * 3 // 4 // 8 * 8 if capped else columns
 
 
-def packs_queries(cache_bytes: int, columns: int) -> bool:
+def packs_queries(head_dim: int, cache_bytes: int, columns: int) -> bool:
     """Return whether the attention kernel itself arranges queries as the columns of a tile.
 
     Otherwise a separate kernel arranges them. 8-bit caches need the separate kernel anyway, because it converts the
-    queries. Packing in the attention kernel takes shared memory, which wide tiles need for keys and values.
+    queries. Packing in the attention kernel takes shared memory, which wide tiles need for keys and values, and a TMA
+    copy of unpacked queries takes at most 256 columns.
     """
-    return cache_bytes == 2 and columns == 8
+    return cache_bytes == 2 and columns == 8 and head_dim <= 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +94,13 @@ of two tiles per CTA may already take 192 KB.
 
 def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
     """Run the maximum number of CTAs per multiprocessor that registers and shared memory permit, each with at least two
-    tiles.
+    tiles. One tile suffices if keys are refilled before values are multiplied.
 
     While one CTA waits for memory or computes, the other CTAs work.
     """
     tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 and key.page_size > 16 else 64
-    most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
+    few_columns = key.columns == 8 and tile_tokens == 64 and key.head_dim <= 256
+    most = 4 if few_columns else 3 if key.columns * key.head_dim <= 2048 else 2
     if most == 4:  # two query parts, and the conversion of small 8-bit pages, each take the registers of one CTA
         most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
     tile = mosaic_tile(key, tile_tokens)
@@ -104,7 +108,7 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
     for ctas in range(most, 0, -1):
         enough = max(2, -(-ENOUGH_BYTES // (ctas * tile_bytes)))
         stages = tile.max_stages(ctas, min(enough, MAX_STAGES))
-        if stages >= 2:
+        if stages >= (1 if tile.refills_keys_early else 2):
             return DecodeConfig(tile_tokens, stages, ctas)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
@@ -117,7 +121,9 @@ def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
     # Imported here because the portable implementation must run without Mosaic.
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
 
-    return _tile(key, tile_tokens, WgmmaProducts(), packs_queries=packs_queries(key.cache_bytes, key.columns))
+    return _tile(
+        key, tile_tokens, WgmmaProducts(), packs_queries=packs_queries(key.head_dim, key.cache_bytes, key.columns)
+    )
 
 
 # --- data-center Blackwell

@@ -71,7 +71,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     basics.require_capability(architecture)
     unsupported.require_apart(call.kv)
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
-    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_head_dim(call.head_dim, _head_dims(architecture, call.kv.k.dtype.itemsize))
     unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
@@ -80,6 +80,13 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     if call.draft_mask is not None:
         unsupported.require_draft_bits(call.num_queries)
     unsupported.require_soft_cap(call.soft_cap)
+
+
+def _head_dims(architecture: Architecture, cache_bytes: int) -> tuple[int, ...]:
+    """Return the head widths that the kernel supports for a cache with `cache_bytes` bytes per value."""
+    if architecture != (9, 0):
+        return unsupported.HEAD_DIMS
+    return unsupported.WIDE_HEAD_DIMS if cache_bytes == 2 else unsupported.WIDE_8_BIT_HEAD_DIMS
 
 
 def config_key(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:

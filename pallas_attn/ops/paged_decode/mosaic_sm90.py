@@ -45,7 +45,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         key_dims=(call.head_dim,),
         has_values=True,
         query_parts=len(query_parts),
-        packs_queries=config.packs_queries(cache_dtype.itemsize, packing.width) and not packing.packs_freely,
+        packs_queries=config.packs_queries(call.head_dim, cache_dtype.itemsize, packing.width)
+        and not packing.packs_freely,
         scales=scale_layout(call.kv),
         q_dtype=query_parts[0].dtype,
         cache_dtype=cache_dtype,

@@ -79,6 +79,16 @@ def _head_wise() -> list[DecodeCase]:
     ]
 
 
+def _gemma4() -> list[DecodeCase]:
+    """Return cases with heads of 256 and of 512 columns, without windows. FlashInfer and torch cannot be compared with
+    windows.
+    """
+    sizes = itertools.product(("bf16", "fp8-head"), (shapes.GEMMA4_LOCAL[0], *shapes.GEMMA4_GLOBAL), (1, 8, 64))
+    return [
+        DecodeCase(Decode(batch, context, *heads), cache) for cache, heads, batch in sizes for context in (8192, 131072)
+    ]
+
+
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
     """Sort cases so that cases that can share a page pool follow each other."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
@@ -88,6 +98,7 @@ GRIDS = {
     "gqa": _gqa(),
     "gqa-quick": _gqa_quick(),
     "head-wise": _head_wise(),
+    "gemma4": _gemma4(),
     "caches": [DecodeCase(Decode(64, 8192, 32, 8, 128), cache) for cache in CACHES if cache != "f32"],
     "varied": [
         DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)

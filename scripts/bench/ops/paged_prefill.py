@@ -99,6 +99,13 @@ def _peers() -> list[PagedPrefillCase]:
     return [*WIDE_QUICK, *cases, *eights]
 
 
+def _gemma4() -> list[PagedPrefillCase]:
+    """Return a chunk of 8,192 tokens without a prefix for heads of 256 columns with a window, and of 512 columns."""
+    local = [PagedPrefillCase(Prefill(1, 8192, 0, *heads, window=1024)) for heads in shapes.GEMMA4_LOCAL]
+    wide = itertools.product(("bf16", "fp8-head"), shapes.GEMMA4_GLOBAL)
+    return [*local, *(PagedPrefillCase(Prefill(1, 8192, 0, *heads), cache) for cache, heads in wide)]
+
+
 BENCH = Bench(
     grids={
         "prefill": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
@@ -108,6 +115,7 @@ BENCH = Bench(
             for size in ((8192, 0), (2048, 8192))
         ],
         "triton-peers": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in ((8192, 0), (2048, 8192))],
+        "gemma4": _gemma4(),
         "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
         "wide": _wide(),
         "wide-quick": WIDE_QUICK,

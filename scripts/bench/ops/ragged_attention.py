@@ -9,6 +9,7 @@ from scripts.bench.cases.prefill import LENGTHS, MIXED, RaggedAttentionCase, Rag
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
+from scripts.bench.shapes import GEMMA4_GLOBAL, GEMMA4_LOCAL
 
 HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
 """(query heads, KV heads, key dimension, value dimension)."""
@@ -93,6 +94,10 @@ BENCH = Bench(
         "prefill": [RaggedAttentionCase(RaggedPrefill(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
         "prefill-quick": _quick(),
         "widths": [RaggedAttentionCase(RaggedPrefill(1, 8192, 0, 32, 8, width, width)) for width in (64, 128, 256)],
+        "gemma4": [
+            RaggedAttentionCase(RaggedPrefill(1, 8192, 0, q_heads, kv_heads, width, width))
+            for q_heads, kv_heads, width in (*GEMMA4_LOCAL, *GEMMA4_GLOBAL)
+        ],
         "batches": [
             RaggedAttentionCase(RaggedPrefill(sequences, 8192 // sequences, 0, *HEADS[1]))
             for sequences in (1, 4, 16, 64)

@@ -75,5 +75,6 @@ def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
 CONTENDERS = {
     "cudnn": functools.partial(scaled_dot_product, "CUDNN_ATTENTION"),
     "flash": functools.partial(scaled_dot_product, "FLASH_ATTENTION"),
+    "math": functools.partial(scaled_dot_product, "MATH"),
     "flex": flex,
 }

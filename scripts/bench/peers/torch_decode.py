@@ -131,5 +131,6 @@ def flex(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing
 CONTENDERS = {
     "cudnn": functools.partial(scaled_dot_product, "CUDNN_ATTENTION"),
     "flash": functools.partial(scaled_dot_product, "FLASH_ATTENTION"),
+    "math": functools.partial(scaled_dot_product, "MATH"),
     "flex": flex,
 }
