@@ -14,18 +14,22 @@ import pytest
 
 import pallas_attn
 from pallas_attn import cache, parallel
+from pallas_attn.compat.jax_gpu import decode_attention, paged_attention
 from tests.kit.slow_cases import slow_cases
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Yield the functions and classes that the package and `cache` export, and that `parallel` defines."""
+    """Yield the functions and classes that the package, `cache` and `compat` export, and that `parallel` defines."""
     of_parallel = {
         name: value for name, value in vars(parallel).items() if getattr(value, "__module__", "") == parallel.__name__
     }
     of_cache = {name: value for name, value in vars(cache).items() if name in cache.__all__}
-    for name, value in (vars(pallas_attn) | of_parallel | of_cache).items():
+    of_compat = {
+        value.__name__: value for value in (paged_attention.paged_attention, decode_attention.mqa, decode_attention.gqa)
+    }
+    for name, value in (vars(pallas_attn) | of_parallel | of_cache | of_compat).items():
         if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
             yield name, value
 

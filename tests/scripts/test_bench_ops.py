@@ -109,6 +109,17 @@ def test_unavailable_baselines_are_reported_with_the_reason(quick, tmp_path, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("case", "splits"), [("p64 f32", (1, 4)), ("p16 int8-token", (4, 16))])
+def test_jax_and_our_function_for_its_layout_give_equal_outputs(quick, tmp_path, case, splits):
+    contenders = ["xla", *(f"jax-{number}" for number in splits)]
+    report = run("jax_paged_attention", tmp_path, "--match", case, "--contenders", *contenders)
+    results = report["cases"][0]["results"]
+    assert "median_us" in results["xla"]
+    for name in contenders[1:]:
+        assert results[name]["largest_difference"] < 1e-2
+
+
+@pytest.mark.slow
 def test_configurations_are_reported(quick, tmp_path):
     report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "xla")
     assert report["cases"][0]["results"]["xla"]["config"]["paged_decode/xla"]["group_rows"] == 2

@@ -24,6 +24,7 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "f16": (jnp.float16, None),
     "int8-head": (jnp.int8, "head"),
     "int8-channel": (jnp.int8, "channel"),
+    "int8-token": (jnp.int8, "token"),
     "fp8-head": (jnp.float8_e4m3fn, "head"),
     "fp8-group": (jnp.float8_e4m3fn, 4),
     "fp8-token": (jnp.float8_e4m3fn, "token"),

@@ -34,6 +34,7 @@ OPERATIONS = (
     "sparse_layer",
     "cascade_decode",
     "ragged_paged_attention",
+    "jax_paged_attention",
 )
 """Operations with a benchmark: names of the modules in scripts/bench/ops that have a `BENCH`."""
 

@@ -1,0 +1,1 @@
+"""Functions with the signatures of operations of other libraries, implemented with the operations of this package."""

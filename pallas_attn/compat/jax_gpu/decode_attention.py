@@ -1,0 +1,204 @@
+"""`mqa` and `gqa` with the signatures of `jax.experimental.pallas.ops.gpu.decode_attention` of jax 0.11."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_attn import checks
+from pallas_attn.compat.jax_gpu import arguments
+from pallas_attn.ops.paged_decode import paged_decode
+from pallas_attn.types import Implementation, PagedKV
+
+type Residuals = tuple[Float[Array, "B Hq"], Float[Array, "B Hq"]]
+"""(l, m) of the softmax."""
+
+type Attention = Float[Array, "B Hq D"] | tuple[Float[Array, "B Hq D"], Residuals]
+"""Output, or output and residuals."""
+
+PAGE_SIZES = (64, 32, 16)
+"""Page sizes with which a cache of one KV head is viewed, best first."""
+
+
+def mqa(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S D"],
+    v: Float[Array, "B S D"],
+    start_idx: Int32[Array, "B"] | int | None = None,
+    kv_seq_len: Int32[Array, "B"] | int | None = None,
+    sm_scale: float | None = None,
+    block_h: int = 16,
+    block_k: int = 256,
+    k_splits: int = 16,
+    num_warps: int | None = None,
+    num_stages: int = 2,
+    grid: tuple[int, ...] | None = None,
+    interpret: bool = False,
+    debug: bool = False,
+    return_residuals: bool = False,
+    normalize_output: bool = True,
+    implementation: Implementation = None,
+) -> Attention:
+    """Attention of one query token per sequence over a dense cache with one KV head.
+
+    Arguments, results and errors are those of `gqa`, with k and v [B, S, D].
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import decode_attention
+      >>> k = v = jnp.ones((2, 64, 128), jnp.bfloat16)  # 64 tokens
+      >>> decode_attention.mqa(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
+      (2, 8, 128)
+    """
+    arguments.warn_about_tuning(
+        mqa,
+        block_h=block_h,
+        block_k=block_k,
+        k_splits=k_splits,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        grid=grid,
+    )
+    dims = checks.Dims()
+    dims.check("q", q, "B Hq D", checks.PLAIN)
+    dims.check("k", k, "B S D", checks.PLAIN)
+    dims.check("v", v, "B S D", (k.dtype,))
+    arrays = {"q": q, "k": k, "v": v, **_bounds(start_idx, kv_seq_len, dims)}
+    return _run(arrays, sm_scale, implementation, return_residuals, normalize_output)
+
+
+def gqa(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S Hkv D"],
+    v: Float[Array, "B S Hkv D"],
+    start_idx: Int32[Array, "B"] | int | None = None,
+    kv_seq_len: Int32[Array, "B"] | int | None = None,
+    sm_scale: float | None = None,
+    block_h: int = 16,
+    block_k: int = 128,
+    k_splits: int = 16,
+    num_warps: int | None = None,
+    num_stages: int = 2,
+    grid: tuple[int, ...] | None = None,
+    interpret: bool = False,
+    debug: bool = False,
+    return_residuals: bool = False,
+    normalize_output: bool = True,
+    implementation: Implementation = None,
+) -> Attention:
+    """Attention of one query token per sequence over a dense cache with tokens before KV heads.
+
+    The cache is read in place. Mosaic kernels support caches with one KV head and without `start_idx`; the other calls
+    run on Triton kernels.
+
+    Args:
+      q: queries in bfloat16, float16 or float32.
+      k, v: keys and values of S tokens per sequence, in bfloat16, float16 or float32.
+      start_idx: number of invisible tokens at the start of each sequence; a number or scalar applies to all sequences.
+        None for 0.
+      kv_seq_len: end of the visible tokens of each sequence, as `start_idx`; None for S.
+      sm_scale: factor of the scores; None for D**-0.5.
+      block_h, block_k, k_splits, num_warps, num_stages, grid: ignored, with one warning per process.
+      interpret, debug: ignored.
+      return_residuals: also return (l, m).
+      normalize_output: False for an output that is not yet divided by l. Requires `return_residuals`.
+      implementation: as in `paged_decode`; jax's function does not have this argument.
+
+    Returns:
+      The output in the dtype of q; 0 for queries without visible tokens. With `return_residuals` a tuple
+        (output, (l, m)) with float32 l and m [B, Hq]. As in jax, m + log(l) is the LSE, output / l of an unnormalised
+        output is the attention, and queries without visible tokens have l = 0 and m = finfo(float32).min. The scale of
+        l and m is different: m is the LSE instead of the maximum of the scores, and l is 1. Formulas that merge parts
+        give the same results for both.
+
+    Raises:
+      ValueError: inconsistent arguments.
+      NotImplementedError: `normalize_output` is False without `return_residuals`; or no implementation supports the
+        call.
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import decode_attention
+      >>> k = v = jnp.ones((2, 64, 2, 128), jnp.bfloat16)  # 64 tokens, 2 KV heads
+      >>> q, ends = jnp.ones((2, 8, 128), jnp.bfloat16), jnp.array([50, 0], jnp.int32)
+      >>> out, (l, m) = decode_attention.gqa(q, k, v, kv_seq_len=ends, return_residuals=True)
+      >>> out[:, 0, 0].tolist(), l[:, 0].tolist()
+      ([1.0, 0.0], [1.0, 0.0])
+    """
+    arguments.warn_about_tuning(
+        gqa,
+        block_h=block_h,
+        block_k=block_k,
+        k_splits=k_splits,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        grid=grid,
+    )
+    dims = checks.Dims()
+    dims.check("q", q, "B Hq D", checks.PLAIN)
+    dims.check("k", k, "B S Hkv D", checks.PLAIN)
+    dims.check("v", v, "B S Hkv D", (k.dtype,))
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    arrays = {"q": q, "k": k, "v": v, **_bounds(start_idx, kv_seq_len, dims)}
+    return _run(arrays, sm_scale, implementation, return_residuals, normalize_output)
+
+
+def _bounds(start_idx: Any, kv_seq_len: Any, dims: checks.Dims) -> dict[str, Any]:
+    """Check `start_idx` and `kv_seq_len`: None, a number, or int32 [] or [B]. Return them as arrays or None."""
+    bounds: dict[str, Any] = {}
+    for name, value in (("start_idx", start_idx), ("kv_seq_len", kv_seq_len)):
+        (value,) = checks.int32(**{name: np.int64(value) if isinstance(value, int) else value})
+        if value is not None:
+            dims.check(name, value, "B" if getattr(value, "ndim", 0) else "", checks.INT)
+        bounds[name] = value
+    return bounds
+
+
+def _run(
+    arrays: dict[str, Any],
+    sm_scale: Any,
+    implementation: Implementation,
+    return_residuals: bool,
+    normalize_output: bool,
+) -> Attention:
+    if not normalize_output and not return_residuals:
+        raise NotImplementedError(
+            "normalize_output: takes False only with return_residuals=True, because an unnormalised output has no"
+            " meaning without residuals"
+        )
+    out, residuals = arguments.call_in_jit(
+        _attend, arrays, implementation, sm_scale=checks.number("sm_scale", sm_scale)
+    )
+    return (out, residuals) if return_residuals else out
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    start_idx: Array | None,
+    kv_seq_len: Array | None,
+    *,
+    sm_scale: float | None,
+    implementation: Implementation,
+) -> tuple[Float[Array, "B Hq D"], Residuals]:
+    """Return the output and (l, m) for a cache [B, S, D] or [B, S, Hkv, D]."""
+    batch, tokens, head_dim = k.shape[0], k.shape[1], k.shape[-1]
+    num_kv_heads = k.shape[2] if k.ndim == 4 else 1
+    # The tokens of a page of one head are contiguous only if the page has one token, or the cache one head. Pages of
+    # one token also permit tables that start at any token.
+    page_size = next((ps for ps in PAGE_SIZES if tokens % ps == 0), 1) if num_kv_heads == 1 and start_idx is None else 1
+    kv = PagedKV(*(x.reshape(-1, num_kv_heads, page_size, head_dim) for x in (k, v)))
+    table = jnp.arange(batch * tokens // page_size, dtype=jnp.int32).reshape(batch, tokens // page_size)
+    kv_lens = jnp.broadcast_to(jnp.int32(tokens) if kv_seq_len is None else kv_seq_len, (batch,))
+    if start_idx is not None:
+        start = jnp.broadcast_to(jnp.clip(start_idx, 0, tokens), (batch,))
+        table += start[:, None]
+        kv_lens = jnp.minimum(kv_lens, tokens) - start
+    out, lse = paged_decode(
+        q[:, None], kv, table, kv_lens, sm_scale=sm_scale, return_lse=True, implementation=implementation
+    )
+    sees_token = lse[:, 0] > -jnp.inf
+    maximum = jnp.where(sees_token, lse[:, 0], jnp.finfo(jnp.float32).min)
+    return out[:, 0], (sees_token.astype(jnp.float32), maximum)
