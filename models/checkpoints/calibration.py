@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import PagedKV
-from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, ModelConfig
 from pallas_attn.models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
-from pallas_attn.models.decoder.caches import QUANTISED
+from pallas_attn.models.decoder.caches import QUANTISED, UNEQUAL_HEADS
 
 type Layout = Literal["head", "channel"]
 """One scale per KV head, or one scale per channel of a KV head."""
@@ -73,9 +73,12 @@ def check_inputs(
     Raises:
       ValueError: the model caches latents; a prompt is empty, too long for the model or has ids outside the
         vocabulary; or another argument is invalid.
+      NotImplementedError: layers of the model have heads of different widths.
     """
     if isinstance(config, DeepSeekConfig):
         raise ValueError(f"model: a {config.model_type} caches latents, which have no static scales")
+    if isinstance(config, Gemma4Config):
+        raise NotImplementedError(f"model: a {config.model_type} has no static scales: {UNEQUAL_HEADS}")
     if jnp.dtype(dtype) not in QUANTISED:
         raise ValueError(f"dtype: expected int8 or float8_e4m3fn, got {jnp.dtype(dtype).name}")
     if layout not in ("head", "channel"):

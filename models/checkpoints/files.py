@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_attn.models.checkpoints import mxfp4
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig, read_config
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig, read_config
 from pallas_attn.models.config.entries import is_integer, token_ids
 from pallas_attn.models.config.gqa import MXFP4_GROUP
 from pallas_attn.models.config.json_files import is_present, parse_json, read_json, shown
@@ -48,6 +48,15 @@ _HEADER_LIMIT = 100_000_000
 
 _PIECE = 1 << 24
 """Bytes of two tensors that are compared at a time."""
+
+_TEXT_MODEL, _MODEL = "model.language_model.", "model."
+"""Prefix of the names of the tensors of a text model in a Gemma 4 checkpoint with towers, and the prefix under which
+`Checkpoint` has them."""
+
+_TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+"""Prefixes of the names of tensors for images and audio in a Gemma 4 checkpoint."""
+
+_KEYS_AND_VALUES = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
@@ -198,6 +207,13 @@ class Checkpoint:
             return False
         return isinstance(self.config, DeepSeekConfig) and self.config.shares_choice(int(layer[1]))
 
+    def _is_of_unused_cache(self, name: str) -> bool:
+        """Return whether a tensor computes keys or values of a layer that has no cache."""
+        layer = _LAYER.match(name)
+        if layer is None or not isinstance(self.config, Gemma4Config) or not _KEYS_AND_VALUES.match(name, layer.end()):
+            return False
+        return int(layer[1]) in range(len(self.config.cached_layers), self.config.num_hidden_layers)
+
     def _why_ignored(self, name: str, with_mtp: bool) -> str | None:
         if self._is_of_mtp(name):
             if not with_mtp:
@@ -206,6 +222,10 @@ class Checkpoint:
                 return "is a copy of the embedding or the head of the model"
         if self._is_of_unused_indexer(name):
             return "belongs to an indexer of a layer that attends to the keys selected by an earlier layer"
+        if self._is_of_unused_cache(name):
+            return "belongs to a layer that attends to the cache of an earlier layer"
+        if isinstance(self.config, Gemma4Config) and name.startswith(_TOWERS):
+            return "belongs to a tower for images or audio"
         if name.endswith(".rotary_emb.inv_freq"):
             return "follows from the rope parameters"
         if name == HEAD and self.config.tie_word_embeddings:
@@ -283,11 +303,25 @@ def _checkpoint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Che
 
     transformers uses this head, too, whatever config.json says.
     """
+    if isinstance(config, Gemma4Config):
+        tensors = _of_text_model(tensors)
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if config.tie_word_embeddings and head is not None and embedding is not None and not head.equals(embedding):
         _log.warning("%s is used, although config.json ties it to %s: the stored tensors differ", HEAD, EMBEDDING)
         config = dataclasses.replace(config, tie_word_embeddings=False)
     return Checkpoint(config, tensors)
+
+
+def _of_text_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with the names that they have in a checkpoint of a text model only."""
+    prefix = _TEXT_MODEL if any(name.startswith(_TEXT_MODEL) for name in tensors) else _MODEL
+    renamed = {
+        f"{_MODEL}{name.removeprefix(prefix)}" if name.startswith(prefix) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    if len(renamed) < len(tensors):
+        raise CheckpointError(f"tensors have the prefixes {_TEXT_MODEL} and {_MODEL}: expected one of them")
+    return renamed
 
 
 def load_config(directory: str | Path) -> ModelConfig:

@@ -4,7 +4,7 @@ The tables `weight_sources` and `mtp_sources` list, for every parameter by its p
 tensors that it is made from and the change of layout. Projections are transposed to [in, out]. Gate projections are
 joined with up projections, and queries with keys and values. Experts are stacked. `kv_b_proj` is split into W_UK and
 W_UV. Rotary columns are reordered from pairs to halves (`rope`). Gate columns of gpt-oss, every second column, become
-the first half.
+the first half. Experts of Gemma 4, which have rows of gates before rows of up projections, are transposed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pallas_attn.models.checkpoints.files import EMBEDDING, HEAD, MTP_COPIES, Ch
 from pallas_attn.models.config import (
     INDEX_ROPE_INTERLEAVE,
     DeepSeekConfig,
+    Gemma4Config,
     GQAConfig,
     ModelConfig,
     Windows,
@@ -53,6 +54,9 @@ from pallas_attn.models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
 
+_NEAR_ONE = ("norm.weight", "norm_1.weight", "norm_2.weight", ".layer_scalar", ".router.scale", ".per_expert_scale")
+"""Suffixes of the names of tensors whose values are near 1: norms and factors."""
+
 type Shape = tuple[int, ...]
 type Read = Callable[[str, Slices], np.ndarray]
 """Function (name of a checkpoint tensor, part of the tensor) -> values."""
@@ -75,6 +79,8 @@ class Source:
       of_experts: whether the parameter belongs to whole experts. If there are fewer experts than a device has, the
         remaining experts are zero.
       experts: the experts to take from tensors that contain all experts; None if each expert has its own tensors.
+      in_halves: whether axis 1 of the tensor has two halves, gate and up, each of which is split over devices. `pack`
+        takes the parts of both halves.
     """
 
     tensors: Mapping[str, Shape]
@@ -84,6 +90,7 @@ class Source:
     added_once: bool = False
     of_experts: bool = False
     experts: range | None = None
+    in_halves: bool = False
 
 
 def weight_sources(
@@ -104,6 +111,8 @@ def weight_sources(
     }
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = _linear("lm_head", *embedding)
+    if isinstance(config, Gemma4Config) and config.hidden_size_per_layer_input:
+        sources |= _under("per_layer_inputs", _per_layer_inputs(config))
     for i in range(config.num_hidden_layers):
         sources |= _under(f"layers.{i}", _layer(config, i, split, device, contexts))
     return sources
@@ -155,11 +164,64 @@ def _layer(
     config: ModelConfig, index: int, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
 ) -> dict[str, Source]:
     name = f"model.layers.{index}"
+    if isinstance(config, Gemma4Config):
+        return _gemma_layer(config, index, name, split, device)
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
         **_under("self_attn", _attention(config, index, f"{name}.self_attn", contexts)),
         **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
+    }
+
+
+def _gemma_layer(config: Gemma4Config, index: int, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
+    width, ple = config.hidden_size, config.hidden_size_per_layer_input
+    norms = [
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ]
+    sources = {
+        **_under("self_attn", _gemma_attention(config, index, f"{name}.self_attn")),
+        **_under("mlp", _mlp(config, f"{name}.mlp", config.mlp_width(index))),
+        "layer_scalar": Source({f"{name}.layer_scalar": (1,)}),
+    }
+    if not config.is_dense(index):
+        norms += ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
+        sources |= _under("experts", _scaled_moe(config, name, split, device))
+    if ple:
+        norms.append("post_per_layer_input_norm")
+        sources["per_layer_input_gate.weight"] = _linear(f"{name}.per_layer_input_gate", ple, width)
+        sources["per_layer_projection.weight"] = _linear(f"{name}.per_layer_projection", width, ple)
+    return sources | {f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms}
+
+
+def _gemma_attention(config: Gemma4Config, index: int, name: str) -> dict[str, Source]:
+    """Return the sources of a layer's attention. A layer without a cache has no keys and values. A layer whose values
+    are made from the projection of keys has no projection of values."""
+    heads, (kv_heads, width) = config.num_attention_heads, config.kv_heads(index)
+    has_cache = index in config.cached_layers
+    widths = {"q_proj": heads * width}
+    if has_cache:
+        k_eq_v = config.attention_k_eq_v and config.is_global(index)
+        widths |= dict.fromkeys(("k_proj",) if k_eq_v else ("k_proj", "v_proj"), kv_heads * width)
+    norms = ("q_norm", "k_norm") if has_cache else ("q_norm",)
+    joined = {f"{name}.{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
+    return {
+        "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1), of_heads=True),
+        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, heads * width),
+        **{f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms},
+    }
+
+
+def _per_layer_inputs(config: Gemma4Config) -> dict[str, Source]:
+    columns = config.num_hidden_layers * config.hidden_size_per_layer_input
+    table = {"model.embed_tokens_per_layer.weight": (config.vocab_size_per_layer_input, columns)}
+    return {
+        "embed_tokens": Source(table),
+        "projection.weight": _linear("model.per_layer_model_projection", columns, config.hidden_size),
+        "norm.weight": _norm("model.per_layer_projection_norm", config.hidden_size_per_layer_input),
     }
 
 
@@ -180,7 +242,7 @@ def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
     return tensor if order is None else tensor[order()]
 
 
-def _attention(config: ModelConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
+def _attention(config: DeepSeekConfig | GQAConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
     """Return the sources of a layer's attention. The output projection has the heads that a device merges."""
     is_mla = isinstance(config, DeepSeekConfig)
     sources = _mla(config, index, name, contexts) if is_mla else _gqa(config, name, contexts)
@@ -269,7 +331,9 @@ def _gqa(config: GQAConfig, name: str, contexts: int) -> dict[str, Source]:
     return sources
 
 
-def _feed_forward(config: ModelConfig, index: int, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
+def _feed_forward(
+    config: DeepSeekConfig | GQAConfig, index: int, name: str, split: ExpertSplit, device: int
+) -> dict[str, Source]:
     if config.is_dense(index):
         return _mlp(config, name)
     if isinstance(config, DeepSeekConfig):
@@ -315,16 +379,12 @@ def _biased_moe(config: GQAConfig, name: str, split: ExpertSplit, device: int) -
     Its checkpoints store all experts of a layer in one tensor, with alternating gate and up columns.
     """
     experts, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
-    own = split.own(experts, device)
 
     def halves(tensors: Iterator[np.ndarray]) -> np.ndarray:
         gate_up = next(tensors)
         return np.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
 
-    def of(tensor: str, *shape: int, **options: Any) -> Source:
-        tensors = {f"{name}.experts.{tensor}": (len(own), *shape)} if own else {}
-        return Source(tensors, **options, of_experts=True, experts=own)
-
+    of = functools.partial(_of_all_experts, f"{name}.experts", split.own(experts, device))
     return {
         "router.weight": dataclasses.replace(_linear(f"{name}.router", experts, width), in_f32=True),
         "router.bias": dataclasses.replace(_bias(f"{name}.router", experts), in_f32=True),
@@ -333,6 +393,31 @@ def _biased_moe(config: GQAConfig, name: str, split: ExpertSplit, device: int) -
         "down_proj": of("down_proj", hidden, width),
         "down_proj_bias": of("down_proj_bias", width, added_once=True),
     }
+
+
+def _scaled_moe(config: Gemma4Config, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
+    """Return the sources of router and experts of a Gemma 4 layer, with all experts of the layer in one tensor."""
+    experts, width, hidden = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    of = functools.partial(_of_all_experts, f"{name}.experts", split.own(experts, device))
+    return {
+        "router.scale": Source({f"{name}.router.scale": (width,)}, in_f32=True),
+        "router.weight": dataclasses.replace(_linear(f"{name}.router.proj", experts, width), in_f32=True),
+        "router.per_expert_scale": Source({f"{name}.router.per_expert_scale": (experts,)}, in_f32=True),
+        "gate_up_proj": of(
+            "gate_up_proj",
+            2 * hidden,
+            width,
+            pack=lambda t: np.concatenate(list(t), axis=1).swapaxes(1, 2),
+            in_halves=True,
+        ),
+        "down_proj": of("down_proj", width, hidden, pack=lambda t: next(t).swapaxes(1, 2)),
+    }
+
+
+def _of_all_experts(name: str, own: range, tensor: str, *shape: int, **options: Any) -> Source:
+    """Return the source of a parameter of the experts `own`, from a tensor that contains all experts of a layer."""
+    tensors = {f"{name}.{tensor}": (len(own), *shape)} if own else {}
+    return Source(tensors, **options, of_experts=True, experts=own)
 
 
 def load_model(
@@ -402,7 +487,7 @@ def random_model(
     shapes = checkpoint_shapes(config)
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
     sources = _sources_on(mesh, functools.partial(weight_sources, part))
-    return _assemble(make, sources, _random_reader(shapes, seed), dtype, mesh, shapes)
+    return _assemble(make, sources, _random_reader(config, shapes, seed), dtype, mesh, shapes)
 
 
 def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
@@ -425,25 +510,35 @@ def random_mtp(model: Decoder, seed: int = 0) -> MTP:
     Raises:
       ValueError, NotImplementedError: the configuration of the model has no such modules.
     """
-    return _assemble_mtp(model, _random_reader(_shapes(mtp_sources(require_mtp(model.config))), seed))
+    return _assemble_mtp(model, _random_reader(model.config, _shapes(mtp_sources(require_mtp(model.config))), seed))
 
 
-def _random_reader(shapes: Mapping[str, Shape], seed: int) -> Read:
-    return lambda name, part: random_tensor(name, shapes[name], seed)[part]
+def _random_reader(config: ModelConfig, shapes: Mapping[str, Shape], seed: int) -> Read:
+    deviation = _embedding_deviation(config)
+    return lambda name, part: random_tensor(name, shapes[name], seed, deviation)[part]
+
+
+def _embedding_deviation(config: ModelConfig) -> float:
+    """Return the standard deviation of random embeddings, with which activations begin near 1. Gemma 4 multiplies
+    embeddings by the square root of the hidden size."""
+    return config.hidden_size**-0.5 if isinstance(config, Gemma4Config) else 1.0
 
 
 def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
     """Write a random model and its multi-token prediction modules as a Hugging Face directory in float32."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
+    unquantised = dataclasses.replace(config, dtype="float32")
+    if not isinstance(unquantised, Gemma4Config):
+        unquantised = dataclasses.replace(unquantised, fp8_block=None)
     if isinstance(unquantised, GQAConfig):
         unquantised = dataclasses.replace(unquantised, mxfp4_experts=False)
     (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
     shapes = checkpoint_shapes(config)
     if config.mtp_layers:
         shapes |= _shapes(mtp_sources(require_mtp(config)))
-    tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
+    deviation = _embedding_deviation(config)
+    tensors = {name: random_tensor(name, shape, seed, deviation) for name, shape in shapes.items()}
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     for i in config.mtp_layers:
         for copy, own in zip(MTP_COPIES, (EMBEDDING, head), strict=True):
@@ -451,18 +546,19 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
-    """Return random float32 values. Activations remain near 1, so that generated tokens depend on the whole context."""
+def random_tensor(name: str, shape: Shape, seed: int, embedding_deviation: float = 1.0) -> np.ndarray:
+    """Return random float32 values. Activations remain near 1, so that generated tokens depend on the whole context.
+    `embedding_deviation` is the standard deviation of embeddings."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape, np.float32)
-    if name.endswith("norm.weight"):
+    if name.endswith(_NEAR_ONE):
         return 1 + 0.3 * values
     if name.endswith(".sinks"):
         return 2 * values
     if len(shape) == 1 or name.endswith("_bias"):
         return 0.1 * values
     if name == EMBEDDING:
-        return values
+        return np.float32(embedding_deviation) * values
     return values * np.float32(1.5 * shape[1] ** -0.5)
 
 
@@ -496,12 +592,19 @@ def _assemble[Module: nnx.Module](
     graph, state = nnx.split(nnx.eval_shape(make))
     shapes = whole or _shapes(sources[0])
 
-    def slices(source: Source, name: str, axes: Sequence[str], at: Mapping[str, int]) -> Slices:
-        if mesh is None:
-            return slices_of_device(shapes[name], source.tensors[name], 0, 1)
-        device, devices = number_along(axes, mesh, at), num_devices(mesh, axes)
-        found = slices_of_device(shapes[name], source.tensors[name], device, devices)
-        return found if source.experts is None else (slice(source.experts.start, source.experts.stop), *found[1:])
+    def slices(source: Source, name: str, axes: Sequence[str], at: Mapping[str, int]) -> list[Slices]:
+        """Return the part of a tensor that a device has, or the parts of its two halves."""
+        device, devices = (0, 1) if mesh is None else (number_along(axes, mesh, at), num_devices(mesh, axes))
+        whole, own = shapes[name], source.tensors[name]
+        if source.in_halves:
+            whole, own = ((shape[0], shape[1] // 2, *shape[2:]) for shape in (whole, own))
+        first, *rest = slices_of_device(whole, own, device, devices)
+        if mesh is not None and source.experts is not None:
+            first = slice(source.experts.start, source.experts.stop)
+        if not source.in_halves:
+            return [(first, *rest)]
+        start, stop, _ = rest[0].indices(whole[1])
+        return [(first, slice(start + half, stop + half), *rest[1:]) for half in (0, whole[1])]
 
     def fill(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
         name = ".".join(map(str, path))
@@ -513,8 +616,8 @@ def _assemble[Module: nnx.Module](
             source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
             if not source.tensors or (source.added_once and mesh is not None and number_along(shared_by, mesh, at)):
                 return np.zeros(parameter.shape, kind)
-            parts = {tensor: slices(source, tensor, shared_by, at) for tensor in source.tensors}
-            packed = source.pack(read(*part).astype(kind, copy=False) for part in parts.items())
+            parts = [(tensor, part) for tensor in source.tensors for part in slices(source, tensor, shared_by, at)]
+            packed = source.pack(read(*part).astype(kind, copy=False) for part in parts)
             missing = parameter.shape[0] - packed.shape[0] if source.of_experts else 0
             return np.pad(packed, [(0, missing)] + [(0, 0)] * (packed.ndim - 1)) if missing else packed
 

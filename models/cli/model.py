@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from pallas_attn.models.checkpoints import load_config, load_model, random_model
 from pallas_attn.models.cli.command_line import as_usage_error
-from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
+from pallas_attn.models.config import GEMMA_PRESETS, GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
 from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
 
 
@@ -20,7 +20,8 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
       ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
       UsageError: the model does not support windows, or has another number of layers or KV heads.
     """
-    config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
+    presets = PRESETS | GQA_PRESETS | GEMMA_PRESETS
+    config = presets[options.random] if options.model is None else load_config(options.model)
     if options.head_windows is None:
         return config
     windows = load_windows(options.head_windows)

@@ -7,22 +7,34 @@ import dataclasses
 
 from pallas_attn.models.config.deepseek import ONE_LATENT, ROUTING, DeepSeekConfig
 from pallas_attn.models.config.entries import Json
+from pallas_attn.models.config.gemma import NESTED, TEXT, Gemma4Config
 from pallas_attn.models.config.gqa import FAMILIES, GQAConfig
 from pallas_attn.models.config.json_files import shown
 from pallas_attn.models.config.windows import Windows
 
-type ModelConfig = DeepSeekConfig | GQAConfig
+type HeadsConfig = GQAConfig | Gemma4Config
+"""Configuration of a model that caches keys and values of heads, not latents."""
+
+type ModelConfig = DeepSeekConfig | HeadsConfig
 
 
-def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
+def with_windows(config: ModelConfig, windows: Windows) -> HeadsConfig:
     """Return the configuration with these attention windows instead of its own.
 
     Raises:
-      NotImplementedError: the model has latent attention (MLA).
+      NotImplementedError: the model has latent attention (MLA), or is a Gemma 4 model, and the windows differ from its
+        own.
       ValueError: `windows` has another number of layers or KV heads than the model.
     """
     if isinstance(config, DeepSeekConfig):
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
+    if isinstance(config, Gemma4Config):
+        if windows != config.windows:
+            raise NotImplementedError(
+                "head_windows: expected the windows of layer_types, which also determine the heads of a"
+                f" {config.model_type}; got others"
+            )
+        return config
     return dataclasses.replace(config, windows=windows)
 
 
@@ -33,7 +45,7 @@ def require_mtp(config: ModelConfig) -> DeepSeekConfig:
       NotImplementedError: no model of the family has these modules.
       ValueError: the model has no modules, or `config` is invalid for the layers of the modules.
     """
-    if isinstance(config, GQAConfig):
+    if not isinstance(config, DeepSeekConfig):
         raise NotImplementedError(f"multi-token prediction: a {config.model_type} has no modules for it")
     if not config.num_nextn_predict_layers:
         raise ValueError("num_nextn_predict_layers: expected at least 1 for multi-token prediction, got 0")
@@ -57,4 +69,7 @@ def read_config(config: Json) -> ModelConfig:
         return GQAConfig.from_hf(config)
     if str(model_type) in ROUTING:
         return DeepSeekConfig.from_hf(config)
-    raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join([*ROUTING, *FAMILIES])}")
+    if str(model_type) in (NESTED, TEXT):
+        return Gemma4Config.from_hf(config)
+    known = ", ".join([*ROUTING, *FAMILIES, NESTED, TEXT])
+    raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {known}")

@@ -23,6 +23,9 @@ from pallas_attn.models.config.entries import (
 from pallas_attn.models.config.json_files import shown
 from pallas_attn.models.config.rope import RopeScaling, read_rope, rope_entry
 from pallas_attn.models.config.windows import (
+    GLOBAL_KIND,
+    LOCAL_KIND,
+    HeadShape,
     Windows,
     check_windows,
     layer_kinds,
@@ -163,9 +166,23 @@ class GQAConfig:
         return self.head_dim**-0.5
 
     @property
+    def cached_layers(self) -> range:
+        """Layers that have a cache: all."""
+        return range(self.num_hidden_layers)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether a step may run as several programs of consecutive layers: always."""
+        return True
+
+    @property
     def mtp_layers(self) -> range:
         """Layer indices of multi-token prediction modules: empty."""
         return range(self.num_hidden_layers, self.num_hidden_layers)
+
+    def kv_heads(self, layer: int) -> HeadShape:
+        """Return the shape of keys and values of a layer. It is the same for all layers."""
+        return HeadShape(self.num_key_value_heads, self.head_dim)
 
     def is_dense(self, layer: int) -> bool:
         """Return whether the feed-forward part of a layer is dense. It is the same for all layers."""
@@ -215,7 +232,7 @@ class GQAConfig:
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
         if self.model_type == "gpt_oss":  # without these entries, transformers uses windows and YaRN
             if self.windows is None:
-                entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
+                entries["layer_types"] = [GLOBAL_KIND] * self.num_hidden_layers
             entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
         else:
             entries = {name: entry for name, entry in entries.items() if name not in _OF_EXPERTS}
@@ -268,18 +285,18 @@ def _read_windows(config: Json, num_layers: int) -> Windows | None:
     if not isinstance(slides, bool):
         raise ValueError(f"use_sliding_window: expected true or false, got {shown(slides)}")
     if config["model_type"] == "llama":
-        if slides or "sliding_attention" in (kinds or []):
+        if slides or LOCAL_KIND in (kinds or []):
             raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
         if config.get("sliding_window") is not None and "use_sliding_window" not in config:
             wanted = "null or use_sliding_window false, because a llama has full_attention throughout"
             raise NotImplementedError(f"sliding_window {shown(config['sliding_window'])}: expected {wanted}")
     if config["model_type"] == "gpt_oss":
-        alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        alternating = [GLOBAL_KIND if layer % 2 else LOCAL_KIND for layer in range(num_layers)]
         return read_layer_types(config, kinds or alternating)
     if kinds is None:
         first = num_layers if not slides else _first_sliding_layer(config)
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    elif not slides and "sliding_attention" in kinds:
+        kinds = [LOCAL_KIND if layer >= first else GLOBAL_KIND for layer in range(num_layers)]
+    elif not slides and LOCAL_KIND in kinds:
         raise ValueError("layer_types and use_sliding_window contradict each other: there are sliding_attention layers")
     return read_layer_types(config, kinds)
 

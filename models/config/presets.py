@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from pallas_attn.models.config.deepseek import DeepSeekConfig
+from pallas_attn.models.config.gemma import Gemma4Config
 from pallas_attn.models.config.gqa import GQAConfig
 from pallas_attn.models.config.rope import YarnConfig
 
@@ -177,4 +178,29 @@ GQA_PRESETS = {
 }
 """Configurations of models with grouped-query attention by name. `qwen3-tiny` and `gpt-oss-tiny` are for demonstrations
 and tests. `gpt-oss-20b` is the published model, with experts in bfloat16 instead of MXFP4.
+"""
+
+GEMMA_PRESETS = {
+    "gemma4-tiny": Gemma4Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention") * 2,
+        sliding_window=32,
+        num_global_key_value_heads=2,
+        global_head_dim=64,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=512,
+        final_logit_softcapping=30.0,
+        max_position_embeddings=2560,
+    ),
+}
+"""Configurations of Gemma 4 models by name. `gemma4-tiny`, with the structure of Gemma 4 E2B, is for demonstrations and
+tests.
 """

@@ -18,13 +18,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
 from pallas_attn import FULL, HeadWindow
 from pallas_attn.models.config.entries import Json, is_integer
 from pallas_attn.models.config.json_files import read_json, shown
+
+LOCAL_KIND, GLOBAL_KIND = "sliding_attention", "full_attention"
+"""Kinds of layers in the entry `layer_types`: with and without a window."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,18 @@ type Windows = tuple[LayerWindow, ...]
 """Window of each layer."""
 
 
+class HeadShape(NamedTuple):
+    """Shape of the keys, and of the values, of one token in the cache of a layer.
+
+    Attributes:
+      num_heads: Hkv, number of KV heads.
+      width: D, columns of a head.
+    """
+
+    num_heads: int
+    width: int
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
     """Layers with equal windows, which share a page pool, block tables, cache slots and decode plans.
@@ -85,14 +100,18 @@ class _Windowed(Protocol):
     def num_hidden_layers(self) -> int: ...
 
     @property
+    def cached_layers(self) -> range: ...
+
+    @property
     def windows(self) -> Windows | None: ...
 
 
 def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of a model, sorted by their first layer."""
+    """Return the cache groups of a model, sorted by their first layer. Layers without a cache are in no group."""
     layers: dict[LayerWindow, list[int]] = {}
-    for layer, window in enumerate(config.windows or (None,) * config.num_hidden_layers):
-        layers.setdefault(window, []).append(layer)
+    windows = config.windows or (None,) * config.num_hidden_layers
+    for layer in config.cached_layers:
+        layers.setdefault(windows[layer], []).append(layer)
     return tuple(CacheGroup(window, tuple(members)) for window, members in layers.items())
 
 
@@ -175,14 +194,14 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
       ValueError: a layer is "sliding_attention", and `sliding_window` is missing or invalid.
       NotImplementedError: a kind has another value.
     """
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise NotImplementedError(f"layer_types {shown(unknown[0])}: expected full_attention or sliding_attention")
-    if "sliding_attention" not in kinds:
+    if unknown := [kind for kind in kinds if kind not in (GLOBAL_KIND, LOCAL_KIND)]:
+        raise NotImplementedError(f"layer_types {shown(unknown[0])}: expected {GLOBAL_KIND} or {LOCAL_KIND}")
+    if LOCAL_KIND not in kinds:
         return None
     window = config.get("sliding_window")
     if not is_integer(window) or not 1 <= window <= FULL:
         raise ValueError(f"sliding_window: expected the window of sliding_attention layers, got {shown(window)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == LOCAL_KIND else None for kind in kinds)
 
 
 def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
@@ -212,7 +231,7 @@ def window_entries(windows: Windows | None, *, by_layer: bool) -> dict[str, Any]
         return {}
     widths = set(windows) - {None}
     if by_layer and len(widths) == 1 and isinstance(width := widths.pop(), int):
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        kinds = [GLOBAL_KIND if window is None else LOCAL_KIND for window in windows]
         return {"sliding_window": width, "layer_types": kinds}
     return {"head_windows": [_layer_entry(window) for window in windows]}
 

@@ -2,10 +2,10 @@
 
 The package imports `models.config` and `models.moe` (mixtures of experts). Modules in reading order: `model` (the
 decoder and its layers), `settings` (attention settings), `step_metadata` (positions and cache slots of a step's
-tokens), `caches` (KV caches of each model family), `gqa` and `mla` (attention), `indexer` (key selection of sparse
-attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (the tokens of each page split over
-devices), `mtp` (multi-token prediction modules), `explain` (which implementations attention would use) and
-`whole_sequence` (one sequence in one forward pass).
+tokens), `caches` (KV caches of each model family), `gqa` and `mla` (attention), `gemma` (layers of Gemma 4), `indexer`
+(key selection of sparse attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (the tokens of
+each page split over devices), `mtp` (multi-token prediction modules), `explain` (which implementations attention would
+use) and `whole_sequence` (one sequence in one forward pass).
 """
 
 from pallas_attn.models.decoder.caches import Caches as Caches

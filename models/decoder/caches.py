@@ -24,7 +24,7 @@ from pallas_attn import (
     kv_cache_spec,
     latent_cache_spec,
 )
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +39,9 @@ class IndexedLatent:
 type LatentCache = PagedLatent | IndexedLatent
 """Paged cache of one MLA layer."""
 
-type LayerCache = LatentCache | PagedKV
-"""Paged cache of one layer: latents of MLA, or keys and values of GQA."""
+type LayerCache = LatentCache | PagedKV | None
+"""Paged cache of one layer: latents of MLA, or keys and values of GQA. None if the layer uses the cache of another
+layer."""
 
 type Caches = tuple[LayerCache, ...]
 """Caches of all layers."""
@@ -50,6 +51,10 @@ INDEX = "index_"
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes in which keys and values are stored as (stored value) · (scale)."""
+
+
+UNEQUAL_HEADS = "local and global layers have heads of different widths, for which static scales have no format"
+"""Reason for which Gemma 4 models do not support static scales."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +106,8 @@ def cache_spec(
 ) -> CacheSpec:
     """Return the names, shapes and dtypes of the arrays of one layer's cache.
 
-    If the layer has an indexer (sparse attention), they include its arrays index_keys and index_scale.
+    If the layer has an indexer (sparse attention), they include its arrays index_keys and index_scale. If the layer
+    uses the cache of another layer, there are no arrays.
 
     Args:
       config: configuration of the model.
@@ -115,6 +121,7 @@ def cache_spec(
 
     Raises:
       ValueError: a size below 1, an unsupported dtype, latents too narrow for scales, or scales of the wrong shape.
+      NotImplementedError: static scales, and layers have heads of different widths.
     """
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
@@ -127,6 +134,11 @@ def cache_spec(
         return CacheSpec(
             num_pages, page_size, spec.arrays | {f"{INDEX}{n}": array for n, array in index.arrays.items()}
         )
+    if scales is not None and isinstance(config, Gemma4Config):
+        raise NotImplementedError(f"kv_scales: expected None, {UNEQUAL_HEADS}")
+    if layer not in config.cached_layers:
+        return CacheSpec(num_pages, page_size, {})
+    heads = config.kv_heads(layer)
     if scales is not None:
         wanted = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)[: scales.k.ndim]
         if scales.k.shape != wanted:
@@ -137,8 +149,8 @@ def cache_spec(
     return kv_cache_spec(
         num_pages=num_pages,
         page_size=page_size,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=heads.num_heads,
+        head_dim=heads.width,
         dtype=dtype,
         scales=layout,
     )
@@ -161,7 +173,7 @@ def cache_arrays(cache: LayerCache) -> dict[str, jax.Array]:
     if isinstance(cache, IndexedLatent):
         index = {f"{INDEX}{name}": array for name, array in _fields(cache.index).items()}
         return _fields(cache.latent) | index
-    return _fields(cache)
+    return {} if cache is None else _fields(cache)
 
 
 def _fields(cache: PagedLatent | PagedIndexKeys | PagedKV) -> dict[str, jax.Array]:
@@ -171,6 +183,8 @@ def _fields(cache: PagedLatent | PagedIndexKeys | PagedKV) -> dict[str, jax.Arra
 
 def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCache:
     """Return a layer's cache with other arrays, named as in `cache_arrays`."""
+    if cache is None:
+        return None
     if not isinstance(cache, IndexedLatent):
         return dataclasses.replace(cache, **arrays)
     index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
@@ -187,6 +201,8 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
     Raises:
       NotImplementedError: a page of the cache has fewer scales than tokens.
     """
+    if cache is None:
+        return None
     page_size = (cache.latent if isinstance(cache, IndexedLatent) else cache).page_size
     of_heads = isinstance(cache, PagedKV)  # [N, Hkv, ps, ...], else [N, ps, ...]
     (source, at), (target, to) = (jnp.divmod(jnp.maximum(slots, 0), page_size) for slots in (sources, targets))
@@ -204,6 +220,11 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
         return array.at[where].set(taken, mode="drop")
 
     return with_arrays(cache, {name: moved(name, array) for name, array in cache_arrays(cache).items()})
+
+
+def allocate_heads(spec: CacheSpec) -> PagedKV | None:
+    """Allocate an empty cache of one GQA layer; None if the layer uses the cache of another layer."""
+    return PagedKV.allocate(spec) if spec.arrays else None
 
 
 def allocate_latents(spec: CacheSpec) -> LatentCache:
@@ -228,10 +249,11 @@ def allocate_caches(
     """
     if isinstance(config, DeepSeekConfig):
         return tuple(map(allocate_latents, specs))
-    caches = [PagedKV.allocate(spec) for spec in specs]
     if scales is None:
-        return tuple(caches)
+        return tuple(map(allocate_heads, specs))
     return tuple(
-        dataclasses.replace(cache, k_scale=own_heads(jnp.asarray(k)), v_scale=own_heads(jnp.asarray(v)))
-        for cache, k, v in zip(caches, scales.k, scales.v, strict=True)
+        dataclasses.replace(
+            PagedKV.allocate(spec), k_scale=own_heads(jnp.asarray(k)), v_scale=own_heads(jnp.asarray(v))
+        )
+        for spec, k, v in zip(specs, scales.k, scales.v, strict=True)
     )

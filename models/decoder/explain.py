@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from pallas_attn.models.config import (
+    CacheGroup,
+    DeepSeekConfig,
+    GQAConfig,
+    HeadsConfig,
+    HeadWindows,
+    ModelConfig,
+    cache_groups,
+)
 from pallas_attn.models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
 from pallas_attn.models.decoder.mla import is_sparse, latents_of
 from pallas_attn.models.decoder.settings import AttentionSettings
@@ -67,7 +75,7 @@ def explain_attention(
     if settings.batch_invariant:  # every token is a decode row
         rows = sizes.decode_tokens + sizes.prefill_tokens
         sizes = dataclasses.replace(sizes, decode_rows=rows, decode_queries=1, prefill_tokens=0)
-    if isinstance(config, GQAConfig):
+    if not isinstance(config, DeepSeekConfig):
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
     explained = {"write_latent": shapes.write_latent()}
@@ -86,11 +94,11 @@ def explain_attention(
 
 
 def _explain_gqa(
-    config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
+    config: HeadsConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
     """Explain the operations of GQA. If cache groups (layers with equal windows) have different explanations, return
     the explanation of the group that the fewest implementations support."""
-    layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
+    layers = [_HeadShapes(config, settings, sizes, dtype, group) for group in cache_groups(config)]
 
     def hardest(explained: list[Explanation]) -> Explanation:
         return max(explained, key=lambda explanation: (explanation.chosen is None, len(explanation.refused)))
@@ -105,30 +113,35 @@ def _explain_gqa(
 
 
 class _HeadShapes:
-    """Arguments, as shapes, of the operations of one GQA layer. If the windows of the heads differ, block tables and
-    slots have an axis for the KV heads."""
+    """Arguments, as shapes, of the operations of a layer of a cache group. If the windows of the heads differ, block
+    tables and slots have an axis for the KV heads."""
 
     def __init__(
         self,
-        config: GQAConfig,
+        config: HeadsConfig,
         settings: AttentionSettings,
         sizes: StepSizes,
         dtype: jnp.dtype,
-        window: LayerWindow,
+        group: CacheGroup,
     ):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, dtype
-        spec = cache_spec(config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales)
+        window, layer = group.window, group.layers[0]
+        pool = sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales
+        spec, self._heads_of_layer = cache_spec(config, *pool, layer=layer), config.kv_heads(layer)
         self._cache = PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
         head_wise = isinstance(window, HeadWindows)
-        each = jax.ShapeDtypeStruct((config.num_key_value_heads,), jnp.int32)
+        num_heads = self._heads_of_layer.num_heads
+        each = jax.ShapeDtypeStruct((num_heads,), jnp.int32)
         self._window = HeadWindow(each, each) if head_wise else window  # pyrefly: ignore[bad-argument-type]
-        self._per_head = (config.num_key_value_heads,) if head_wise else ()
+        self._per_head = (num_heads,) if head_wise else ()
 
     def write_kv(self) -> Explanation:
         config, tokens = self._config, self._sizes.decode_tokens + self._sizes.prefill_tokens
-        kv = self._heads(tokens, num_heads=config.num_key_value_heads)
-        angles = jax.ShapeDtypeStruct((tokens, config.rotary_dim // 2), jnp.float32)
-        norm = jax.ShapeDtypeStruct((config.head_dim,), self._dtype) if config.qk_norm else None
+        heads, width = self._heads_of_layer
+        kv = self._heads(tokens, num_heads=heads)
+        angles = jax.ShapeDtypeStruct((tokens, width // 2), jnp.float32)
+        has_norms = not isinstance(config, GQAConfig) or config.qk_norm
+        norm = jax.ShapeDtypeStruct((width,), self._dtype) if has_norms else None
         rope = Rope(angles, angles, q_norm=norm, k_norm=norm)  # pyrefly: ignore[bad-argument-type]
         slots = _ints(tokens, *self._per_head)
         return self._explain("write_kv", self._cache, kv, kv, slots, rope=rope, q=self._heads(tokens))
@@ -146,14 +159,15 @@ class _HeadShapes:
 
     def _attend(self, op: str, *args: object, **kwargs: object) -> Explanation:
         config = self._config
-        sinks = jax.ShapeDtypeStruct((config.num_attention_heads,), jnp.float32) if config.learned_sinks else None
+        has_sinks = isinstance(config, GQAConfig) and config.learned_sinks
+        sinks = jax.ShapeDtypeStruct((config.num_attention_heads,), jnp.float32) if has_sinks else None
         return self._explain(op, *args, **kwargs, window=self._window, sinks=sinks)
 
     def _explain(self, op: str, *args: object, **kwargs: object) -> Explanation:
         return explain(op, *args, **kwargs, implementation=self._settings.implementation)
 
     def _heads(self, *rows: int, num_heads: int | None = None) -> jax.ShapeDtypeStruct:
-        shape = (*rows, num_heads or self._config.num_attention_heads, self._config.head_dim)
+        shape = (*rows, num_heads or self._config.num_attention_heads, self._heads_of_layer.width)
         return jax.ShapeDtypeStruct(shape, self._dtype)
 
     def _tables(self, sequences: int) -> jax.ShapeDtypeStruct:

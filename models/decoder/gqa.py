@@ -34,8 +34,9 @@ from pallas_attn import (
     ragged_attention,
     write_kv,
 )
-from pallas_attn.models.config import GQAConfig, HeadWindows, LayerWindow, cache_groups
+from pallas_attn.models.config import GQAConfig, HeadsConfig, HeadWindows, LayerWindow, cache_groups
 from pallas_attn.models.decoder import contexts as split_contexts
+from pallas_attn.models.decoder.caches import cache_spec
 from pallas_attn.models.decoder.layers import Linear, RMSNorm
 from pallas_attn.models.decoder.mesh import CONTEXT
 from pallas_attn.models.decoder.rope import CosSin, rotate
@@ -70,7 +71,7 @@ class GQAStep:
 
 
 def plan_step(
-    config: GQAConfig,
+    config: HeadsConfig,
     settings: AttentionSettings,
     metadata: StepMetadata,
     cache: PagedKV,
@@ -90,19 +91,19 @@ def plan_step(
     Returns:
       One `GQAStep` per entry of `cache_groups(config)`.
     """
-    rows = (metadata.decode_kv_lens.shape[0], metadata.decode_queries)
-    q = jax.ShapeDtypeStruct((*rows, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
-    windows = [group.window for group in cache_groups(config)]
+    rows, groups = (metadata.decode_kv_lens.shape[0], metadata.decode_queries), cache_groups(config)
     kv_lens = metadata.decode_kv_lens
     if contexts > 1:
         kv_lens = split_contexts.own_lens(kv_lens, cache.page_size)
-    steps = [GQAStep(metadata, metadata.of_group(i), None, kv_lens, window) for i, window in enumerate(windows)]
+    steps = [GQAStep(metadata, metadata.of_group(i), None, kv_lens, group.window) for i, group in enumerate(groups)]
     if not metadata.num_decode:
         return tuple(steps)
     plans = (
         plan_decode(
-            q,
-            cache,
+            jax.ShapeDtypeStruct(
+                (*rows, config.num_attention_heads, config.kv_heads(group.layers[0]).width), jnp.dtype(dtype)
+            ),
+            _cache_of_group(config, cache, group.layers[0]),
             step.tables.decode_block_tables,
             kv_lens,
             q_lens=metadata.decode_q_lens,
@@ -110,9 +111,70 @@ def plan_step(
             mode="fixed" if settings.batch_invariant else "balanced",
             implementation=settings.implementation,
         )
-        for step in steps
+        for group, step in zip(groups, steps, strict=True)
     )
     return tuple(dataclasses.replace(step, plan=plan) for step, plan in zip(steps, plans, strict=True))
+
+
+def _cache_of_group(config: HeadsConfig, cache: PagedKV, layer: int) -> PagedKV:
+    """Return the shapes of the cache of a layer, given the cache of any layer."""
+    heads = config.kv_heads(layer)
+    if (heads.num_heads, heads.width) == (cache.k.shape[1], cache.k.shape[3]):
+        return cache
+    spec = cache_spec(config, cache.k.shape[0], cache.page_size, cache.k.dtype, layer=layer)
+    return PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+
+
+def attend(
+    q: Float[Array, "T Hq D"],
+    cache: PagedKV,
+    step: GQAStep,
+    sm_scale: float,
+    sinks: Float32[Array, "Hq"] | None,
+    settings: AttentionSettings,
+) -> Float[Array, "T Hq D"]:
+    """Attend to the cache with all tokens of a step, whose keys and values are in the cache already.
+
+    Args:
+      q: normalised and rotated queries.
+      cache: cache of the layer, or of the layer whose cache this layer uses.
+      step: metadata and plan of the cache group.
+      sm_scale: factor of query-key products.
+      sinks: learned logits in the softmax denominator; None for none.
+      settings: attention settings.
+    """
+    metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
+    out: Any = None
+    if num_decode < metadata.num_tokens:
+        # With num_decode added, the prefix sums start after the decode rows, so paged_prefill treats decode rows as
+        # padding. Then paged_decode writes the results of decode rows into the same array.
+        out = paged_prefill(
+            q,
+            cache,
+            step.tables.prefill_block_tables,
+            metadata.cu_q_lens + num_decode,
+            metadata.prefill_kv_lens,
+            sm_scale=sm_scale,
+            window=window,
+            sinks=sinks,
+            implementation=settings.implementation,
+        )
+    if num_decode:
+        out = paged_decode(
+            q[:num_decode].reshape(-1, metadata.decode_queries, *q.shape[1:]),
+            cache,
+            step.tables.decode_block_tables,
+            step.decode_kv_lens,
+            q_lens=metadata.decode_q_lens,
+            draft_mask=metadata.decode_draft_mask,
+            sm_scale=sm_scale,
+            window=window,
+            sinks=sinks,
+            plan=step.plan,
+            out=out,
+            implementation=settings.implementation,
+        )
+    return out.reshape(q.shape)
 
 
 class GQA(nnx.Module):
@@ -186,39 +248,8 @@ class GQA(nnx.Module):
 
     def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
         """Attend to the cache with all tokens of a step, whose keys and values are in the cache already."""
-        metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
         sinks = None if self.sinks is None else self.sinks[...]
-        out: Any = None
-        if num_decode < metadata.num_tokens:
-            # With num_decode added, the prefix sums start after the decode rows, so paged_prefill treats decode rows as
-            # padding. Then paged_decode writes the results of decode rows into the same array.
-            out = paged_prefill(
-                q,
-                cache,
-                step.tables.prefill_block_tables,
-                metadata.cu_q_lens + num_decode,
-                metadata.prefill_kv_lens,
-                sm_scale=self.config.sm_scale,
-                window=window,
-                sinks=sinks,
-                implementation=self.settings.implementation,
-            )
-        if num_decode:
-            out = paged_decode(
-                q[:num_decode].reshape(-1, metadata.decode_queries, *q.shape[1:]),
-                cache,
-                step.tables.decode_block_tables,
-                step.decode_kv_lens,
-                q_lens=metadata.decode_q_lens,
-                draft_mask=metadata.decode_draft_mask,
-                sm_scale=self.config.sm_scale,
-                window=window,
-                sinks=sinks,
-                plan=step.plan,
-                out=out,
-                implementation=self.settings.implementation,
-            )
-        return out.reshape(q.shape)
+        return attend(q, cache, step, self.config.sm_scale, sinks, self.settings)
 
     def _rotated(
         self,

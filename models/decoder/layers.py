@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,19 @@ def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
     return jax.nn.silu(gate) * up
 
 
+def geglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
+    """Return gelu(gate) · up [*rows, F], where gate and up are the halves of the 2F columns (Shazeer,
+    arXiv:2002.05202). GELU is its tanh approximation."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def rms_scaled(x: Float[Array, "*rows D"], eps: float) -> Float32[Array, "*rows D"]:
+    """Return x / sqrt(mean(x²) + eps) of each row: an RMS norm without a weight, computed in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """RMS norm: x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich, arXiv:1910.07467). The division is computed in
     float32. The quotient is converted to the dtype of x before it is multiplied by the weight."""
@@ -111,9 +125,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        x32 = x.astype(jnp.float32)
-        scaled = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return self.weight[...][None, :] * scaled.astype(x.dtype)
+        return self.weight[...][None, :] * rms_scaled(x, self.eps).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -147,11 +159,13 @@ class Linear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward layer: of a dense layer, or of the shared experts of a mixture of experts."""
+    """Gated feed-forward layer: of a dense layer, or of the shared experts of a mixture of experts. `activation` maps
+    gate and up columns to hidden columns."""
 
-    def __init__(self, width: int, hidden_width: int, dtype: DTypeLike):
+    def __init__(self, width: int, hidden_width: int, dtype: DTypeLike, activation: Callable[[Array], Array] = swiglu):
         self.gate_up_proj = Linear(width, 2 * hidden_width, dtype)
         self.down_proj = Linear(hidden_width, width, dtype)
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down_proj(self.activation(self.gate_up_proj(x)))

@@ -37,14 +37,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int32
 
-from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig, HeadWindows, LayerWindow, ModelConfig
-from pallas_attn.models.decoder.caches import allocate_latents
+from pallas_attn import CacheSpec, HeadWindow, parallel
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, HeadWindows, LayerWindow, ModelConfig
+from pallas_attn.models.decoder.caches import allocate_heads, allocate_latents
 
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
@@ -213,7 +214,7 @@ class SplitHeadWindows(HeadWindows):
         return HeadWindow(window[device], sink_tokens[device])
 
 
-def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh | None) -> Config:
+def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Config:
     """Return the configuration of the smaller model on each device: fewer heads, hidden columns and vocabulary entries.
 
     Without a mesh, return `config`. The result has the number of experts of the whole model, because routers select
@@ -228,7 +229,7 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         return config
     devices, columns = num_devices(mesh, COLUMNS), num_devices(mesh, EXPERT_COLUMNS)
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
-    heads = _split_heads(config, num_devices(mesh, HEADS))
+    heads = split_heads(config, num_devices(mesh, HEADS))
     if mesh.shape[CONTEXT] > 1:
         _check_contexts(config, heads, mesh.shape[CONTEXT])
     is_dense = [*map(config.is_dense, (*range(config.num_hidden_layers), *config.mtp_layers))]
@@ -241,6 +242,17 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         if not all(is_dense):
             widths["moe_intermediate_size"] = columns
             shared = config.n_shared_experts * config.moe_intermediate_size
+    elif isinstance(config, Gemma4Config):
+        widths = {"intermediate_size": devices} | ({} if all(is_dense) else {"moe_intermediate_size": columns})
+        last = config.num_hidden_layers - 1  # is global
+        rows = config.vocab_size_per_layer_input
+        changes = {
+            "num_key_value_heads": split_heads(config, heads.devices, config.num_key_value_heads).kv_heads,
+            "num_global_key_value_heads": split_heads(config, heads.devices, config.kv_heads(last).num_heads).kv_heads,
+            "vocab_size_per_layer_input": rows
+            if rows % devices or vocab_size == config.vocab_size
+            else rows // devices,
+        }
     else:
         widths = widths or {"intermediate_size": columns}
         changes = {
@@ -259,9 +271,18 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
     return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
 
 
-def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
-    """Return the split of query and KV heads over devices. MLA has one KV head: the latent."""
-    kv_heads = 1 if isinstance(config, DeepSeekConfig) else config.num_key_value_heads
+def split_heads(config: ModelConfig, devices: int, kv_heads: int | None = None) -> parallel.HeadSplit:
+    """Return the split of query and KV heads over devices.
+
+    Args:
+      config: configuration of the whole model.
+      devices: number of devices.
+      kv_heads: number of KV heads of a layer; None for `num_key_value_heads`, or 1 for MLA: the latent.
+
+    Raises:
+      ValueError: the heads cannot be split over this number of devices.
+    """
+    kv_heads = kv_heads or (1 if isinstance(config, DeepSeekConfig) else config.num_key_value_heads)
     try:
         return parallel.head_split(config.num_attention_heads, kv_heads, devices)
     except ValueError as error:
@@ -284,7 +305,7 @@ def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: in
         raise NotImplementedError(
             f"mesh: {CONTEXT}: expected 1, a {config.model_type} selects among keys of all devices"
         )
-    if isinstance(config, GQAConfig) and any(window is not None for window in config.windows or ()):
+    if not isinstance(config, DeepSeekConfig) and any(window is not None for window in config.windows or ()):
         raise NotImplementedError(
             f"mesh: {CONTEXT}: expected 1, windows hide different numbers of tokens on each device"
         )
@@ -393,8 +414,8 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[An
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
         return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
-    caches = [jax.eval_shape(functools.partial(PagedKV.allocate, spec)) for spec in specs]
-    return tuple(parallel.kv_partition(kv, pages=(DATA, CONTEXT), heads=HEADS) for kv in caches)
+    caches = [jax.eval_shape(functools.partial(allocate_heads, spec)) for spec in specs]
+    return tuple(kv and parallel.kv_partition(kv, pages=(DATA, CONTEXT), heads=HEADS) for kv in caches)
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
@@ -405,6 +426,22 @@ def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
       config: configuration of the whole model.
       devices: number of devices that heads are split over.
     """
-    split = _split_heads(config, devices)
+    split = split_heads(config, devices)
     heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
     return lambda x: x[jnp.asarray(heads)[lax.axis_index(HEADS)]]
+
+
+def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
+    """Return the embeddings of tokens.
+
+    On a mesh that splits the vocabulary, each device has a part of the `vocab_size` rows of the embedding and uses
+    zeros for the tokens of other devices. The result is the sum over the devices. It is exact, because all terms except
+    one are zero.
+    """
+    weight = embed_tokens[...]
+    if weight.shape[0] == vocab_size:
+        return weight[tokens]
+    rows = tokens - jax.lax.axis_index(COLUMNS) * weight.shape[0]
+    is_own = (rows >= 0) & (rows < weight.shape[0])
+    own = weight[jnp.where(is_own, rows, 0)]
+    return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)

@@ -1,8 +1,9 @@
-"""Decoder models of the DeepSeek, Qwen3, Llama and gpt-oss families as Flax NNX modules.
+"""Decoder models of the DeepSeek, Qwen3, Llama, gpt-oss and Gemma 4 families as Flax NNX modules.
 
 A `Decoder` has the weights. Caches are arguments and results of a call. A step is one call of the model on the packed
 new tokens of several sequences. The families differ in attention (`mla` or `gqa`), in the cache (`caches`) and in the
-mixture of experts (`pallas_attn.models.moe.layer`). All other code is shared.
+mixture of experts (`pallas_attn.models.moe.layer`). Gemma 4 also has its own layers (`gemma`). All other code is
+shared.
 
 A cache group is a set of layers with equal attention windows. A cache slot is the index of a token's place in the
 cache: page · page size + offset. If the KV heads of a cache group have different windows, each head has its own pages,
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig, cache_groups
 from pallas_attn.models.decoder.caches import (
     QUANTISED,
     Caches,
@@ -34,6 +35,7 @@ from pallas_attn.models.decoder.caches import (
     allocate_caches,
     cache_spec,
 )
+from pallas_attn.models.decoder.gemma import GemmaInputs, GemmaLayer, PerLayerInputs, gemma_inputs, scaled_embedding
 from pallas_attn.models.decoder.gqa import GQA, GQAStep, plan_step
 from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm
 from pallas_attn.models.decoder.mesh import (
@@ -42,6 +44,7 @@ from pallas_attn.models.decoder.mesh import (
     HEADS,
     ExpertSplit,
     device_part,
+    embed,
     normal_mesh,
     num_contexts,
     num_devices,
@@ -56,6 +59,10 @@ from pallas_attn.models.moe.layer import BiasedMoE, MoE
 type AttentionStep = list[Part] | GQAStep
 """Inputs of attention that the layers of a cache group share in a step: metadata and decode plans. A list of the parts
 of the step for MLA, `GQAStep` for GQA."""
+
+type SharedInputs = CosSin | GemmaInputs
+"""Inputs that depend only on the tokens of a step and their positions: cosines and sines of rotation angles; for Gemma
+4 `GemmaInputs`."""
 
 type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
 """For the layers of a cache group: cache slots of a step's tokens, and metadata and decode plans of attention."""
@@ -80,11 +87,16 @@ class DecoderLayer(nnx.Module):
     """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)), which is dense or a mixture of experts.
 
     On a mesh, the outputs of attention and of the feed-forward layer are summed over the devices.
+
+    Attributes:
+      cache_source: None: the layer uses its own cache.
     """
+
+    cache_source: None = None
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepSeekConfig | GQAConfig,
         index: int,
         settings: AttentionSettings,
         dtype: DTypeLike,
@@ -158,7 +170,8 @@ class Decoder(nnx.Module):
         self.contexts = num_contexts(self.mesh)
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
         layers = range(part.num_hidden_layers)
-        self.layers = nnx.List([DecoderLayer(part, i, settings, dtype, self.mesh) for i in layers])
+        self.layers = nnx.List([_layer(part, i, settings, dtype, self.mesh) for i in layers])
+        self.per_layer_inputs = _per_layer_inputs(config, part, dtype)
         self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
@@ -180,8 +193,11 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: inconsistent shapes, or a model on a mesh is called outside `jax.shard_map`.
         """
-        x, caches = self._apply_layers(tokens, caches, metadata)
-        return self.finish(x, metadata.logit_rows), caches
+        # Layers without a cache write nothing, so only tokens with logits need them.
+        writing, num_rows = len(self.part.cached_layers), metadata.logit_rows.shape[0]
+        skips = writing < len(self.layers) and num_rows < metadata.num_tokens and metadata.decode_draft_mask is None
+        x, caches = self._apply_layers(tokens, caches, metadata, writing if skips else len(self.layers))
+        return self.finish(x, jnp.arange(num_rows, dtype=jnp.int32) if skips else metadata.logit_rows), caches
 
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
@@ -190,29 +206,51 @@ class Decoder(nnx.Module):
 
         The logits are computed from these hidden states. Multi-token prediction (`mtp`) uses them as its input.
         """
-        x, caches = self._apply_layers(tokens, caches, metadata)
+        x, caches = self._apply_layers(tokens, caches, metadata, len(self.layers))
         hidden = self.norm(x)
         return self.logits(hidden[metadata.logit_rows]), caches, hidden
 
     def _apply_layers(
-        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
-    ) -> tuple[Float[Array, "T D"], Caches]:
-        """Embed the tokens and apply all layers. Return the hidden states before the final norm, and the caches."""
+        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata, all_tokens: int
+    ) -> tuple[Float[Array, "T D"] | Float[Array, "n D"], Caches]:
+        """Embed the tokens and apply all layers.
+
+        Args:
+          tokens, caches, metadata: as in `__call__`.
+          all_tokens: number of first layers that are applied to all tokens. The other layers have no cache, and are
+            applied to the tokens `metadata.logit_rows`.
+
+        Returns:
+          Hidden states before the final norm, of all tokens, or of the tokens `metadata.logit_rows` if some layers are
+          applied to these tokens only; and the caches.
+        """
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one per layer, {len(self.layers)}, got {len(caches)}")
-        x, rope, groups = self.begin(tokens, caches[0], metadata)
-        steps = [groups[self.layer_groups[index]] for index in range(len(self.layers))]
-        x, caches, _ = apply_layers(self.layers, x, rope, caches, steps)
-        return x, caches
+        x, inputs, groups = self.begin(tokens, caches[0], metadata)
+        layers, numbers = [*self.layers], self.layer_groups
+        steps = [groups[numbers[index]] for index in range(all_tokens)]
+        x, written, _ = apply_layers(layers[:all_tokens], x, inputs, caches[:all_tokens], steps)
+        if all_tokens == len(layers):
+            return x, written
+        rows = metadata.logit_rows
+        metadata = metadata.of_tokens(rows)
+        groups = self._group_steps(metadata, caches[0])
+        steps = [groups[numbers[index]] for index in range(all_tokens, len(layers))]
+        rest = layers[all_tokens:], x[rows], jax.tree.map(lambda of_tokens: of_tokens[rows], inputs)
+        x, unwritten, _ = apply_layers(*rest, caches[all_tokens:], steps, earlier=written)
+        return x, written + unwritten
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
-        """Index of the cache group of each layer."""
-        return {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
+        """Index of the cache group of each layer, whose cache it writes or only reads."""
+        groups = {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
+        if not isinstance(self.part, Gemma4Config):
+            return groups
+        return {layer: groups[self.part.cache_source(layer)] for layer in range(self.part.num_hidden_layers)}
 
     def begin(
         self, tokens: Int32[Array, "T"], cache: LayerCache, metadata: StepMetadata
-    ) -> tuple[Float[Array, "T D"], CosSin, Sequence[GroupStep]]:
+    ) -> tuple[Float[Array, "T D"], Any, Sequence[GroupStep]]:
         """Compute the inputs that the layers of a step share. Raises the errors of `__call__`.
 
         Args:
@@ -221,8 +259,8 @@ class Decoder(nnx.Module):
           metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          Embeddings of the tokens; cosines and sines of their rotation angles; and for each cache group the cache
-          slots, metadata and decode plans.
+          Embeddings of the tokens; inputs of all layers (`SharedInputs`); and for each cache group the cache slots,
+          metadata and decode plans.
         """
         if self.mesh is not None:
             check_inside_shard_map()
@@ -231,9 +269,17 @@ class Decoder(nnx.Module):
         metadata.check()
         metadata = rows_to_attend(metadata, self.settings, self.contexts)
         x = self.embed(tokens)
-        rope = rope_table(self.config, metadata.positions)
+        if isinstance(self.config, Gemma4Config):
+            ple = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, x)
+            inputs = gemma_inputs(self.config, metadata.positions, ple)
+        else:
+            inputs = rope_table(self.config, metadata.positions)
+        return x, inputs, self._group_steps(metadata, cache)
+
+    def _group_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[GroupStep]:
+        """Return cache slots, metadata and decode plans of each cache group."""
         steps = self._attention_steps(metadata, cache)
-        return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
+        return [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
     def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
         """Return the logits of the tokens `logit_rows`, given the output x of the last layer."""
@@ -241,11 +287,15 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Return the embeddings of tokens."""
+        if isinstance(self.config, Gemma4Config):
+            return scaled_embedding(tokens, self.embed_tokens, self.config.vocab_size, self.config.hidden_size)
         return embed(tokens, self.embed_tokens, self.config.vocab_size)
 
     def logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """Return the logits, given hidden states after the final norm."""
-        return vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
+        logits = vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
+        cap = self.config.final_logit_softcapping if isinstance(self.config, Gemma4Config) else None
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
         """Compute metadata and decode plans of attention for each cache group."""
@@ -253,7 +303,7 @@ class Decoder(nnx.Module):
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
                 return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype, self.contexts)]
-            case GQAConfig() as config, PagedKV() as cache:
+            case (GQAConfig() | Gemma4Config()) as config, PagedKV() as cache:
                 return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype, self.contexts)
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} model cannot attend to a {type(cache).__name__}")
@@ -280,7 +330,7 @@ class Decoder(nnx.Module):
         dtype = dtype or self.embed_tokens.dtype
         if page_size % self.contexts:
             raise ValueError(f"page_size: expected a multiple of {CONTEXT}={self.contexts}, got {page_size}")
-        if self.contexts > 1 and jnp.dtype(dtype) in QUANTISED and isinstance(self.config, GQAConfig):
+        if self.contexts > 1 and jnp.dtype(dtype) in QUANTISED and not isinstance(self.config, DeepSeekConfig):
             raise NotImplementedError(
                 f"cache_dtype: quantised keys and values are not supported over {CONTEXT}, because chunks would attend"
                 " to their unquantised keys and values"
@@ -329,8 +379,24 @@ def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
     return nnx.merge(nnx.graphdef(shapes), nnx.state(model))
 
 
+def _per_layer_inputs(config: ModelConfig, part: ModelConfig, dtype: DTypeLike) -> PerLayerInputs | None:
+    """Make the module of per-layer embeddings, given the configurations of the model and of one device's part; None if
+    the model has none."""
+    if not isinstance(config, Gemma4Config) or not isinstance(part, Gemma4Config):
+        return None
+    has_embeddings = config.hidden_size_per_layer_input > 0
+    return PerLayerInputs(part, dtype, config.vocab_size_per_layer_input) if has_embeddings else None
+
+
+def _layer(config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None) -> Any:
+    """Make a `GemmaLayer` or a `DecoderLayer`. Arguments as in `DecoderLayer`."""
+    if isinstance(config, Gemma4Config):
+        return GemmaLayer(config, index, settings, dtype, mesh)
+    return DecoderLayer(config, index, settings, dtype, mesh)
+
+
 def _attention(
-    config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int
+    config: DeepSeekConfig | GQAConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int
 ) -> MLA | GQA:
     """Make the attention module of a layer. GQA maps (x, rope, cache, slots, step) to (output, cache). MLA has the
     selected keys of sparse attention as an additional argument and result."""
@@ -339,27 +405,13 @@ def _attention(
     return GQA(config, settings, dtype, contexts)
 
 
-def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> MLP | MoE | BiasedMoE:
+def _feed_forward(
+    config: DeepSeekConfig | GQAConfig, index: int, dtype: DTypeLike, split: ExpertSplit
+) -> MLP | MoE | BiasedMoE:
     """Make the feed-forward module of a layer: dense, or a mixture of experts."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)
     return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
-
-
-def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
-    """Return the embeddings of tokens.
-
-    On a mesh that splits the vocabulary, each device has a part of the `vocab_size` rows of the embedding and uses
-    zeros for the tokens of other devices. The result is the sum over the devices. It is exact, because all terms except
-    one are zero.
-    """
-    weight = embed_tokens[...]
-    if weight.shape[0] == vocab_size:
-        return weight[tokens]
-    rows = tokens - jax.lax.axis_index(COLUMNS) * weight.shape[0]
-    is_own = (rows >= 0) & (rows < weight.shape[0])
-    own = weight[jnp.where(is_own, rows, 0)]
-    return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
 
 
 def vocabulary_logits(
@@ -396,36 +448,42 @@ def check_inside_shard_map() -> None:
 
 
 def apply_layers(
-    layers: Sequence[DecoderLayer],
+    layers: Sequence[Any],
     x: Float[Array, "T D"],
-    rope: CosSin,
+    inputs: SharedInputs,
     caches: Caches,
     steps: Sequence[GroupStep],
     choice: Choice | None = None,
+    *,
+    earlier: Caches = (),
 ) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
     """Apply consecutive layers.
 
     Args:
       layers: the layers.
       x: hidden states before these layers.
-      rope: cosines and sines of the rotation angles of the tokens.
+      inputs: inputs of all layers, from `Decoder.begin`.
       caches: cache of each layer.
       steps: cache slots, metadata and decode plans of attention for each layer, from `Decoder.begin`.
       choice: cache slots of the keys that the last indexer before these layers selected (sparse attention); None
         without an indexer.
+      earlier: caches of the layers before these layers, with the new tokens. Required if layers of the model use the
+        caches of other layers.
 
     Returns:
       Hidden states after the last layer; the caches with the new tokens; and the keys that the last indexer selected,
       None without an indexer.
     """
     apply_layer = layer_function()
-    written = []
+    written = [*earlier]
     for layer, cache, step in zip(layers, caches, steps, strict=True):
         # None for layers that ignore the argument: layers with and without it would be compiled separately.
         given = choice if layer.shares_choice else None
-        x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *step, given)
+        of_layer = inputs.of_layer(len(written)) if isinstance(inputs, GemmaInputs) else inputs
+        read = cache if layer.cache_source is None else written[layer.cache_source]
+        x, cache, choice = apply_layer(*nnx.split(layer), x, of_layer, read, *step, given)
         written.append(cache)
-    return x, tuple(written), choice
+    return x, tuple(written[len(earlier) :]), choice
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:
@@ -441,14 +499,14 @@ def _apply_layer(
     graph: Any,
     state: Any,
     x: Float[Array, "T D"],
-    rope: CosSin,
+    inputs: SharedInputs,
     cache: LayerCache,
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,
     choice: Choice | None = None,
 ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
     """Apply a layer as a pure function of its graph definition and weights, so that jit compiles equal layers once."""
-    return nnx.merge(graph, state)(x, rope, cache, slots, step, choice)
+    return nnx.merge(graph, state)(x, inputs, cache, slots, step, choice)
 
 
 def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:

@@ -24,7 +24,8 @@ type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Return the frequency of each rotated pair: its angle per position in radians, float32 [R / 2]."""
+    """Return the frequency of each rotated pair: its angle per position in radians, float32 [R / 2]. For Gemma 4, the
+    pairs are columns of local layers."""
     width = config.rotary_dim
     frequencies = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if config.rope_scaling is not None:

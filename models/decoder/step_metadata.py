@@ -102,6 +102,50 @@ class StepMetadata:
             prefill_kv_lens=self.prefill_kv_lens[:0],
         )
 
+    def of_tokens(self, rows: Int32[Array, "n"]) -> StepMetadata:
+        """Return metadata of some tokens of the step. Each token, also of prompts, is a decode row with one token,
+        which sees its sequence up to and including itself.
+
+        Args:
+          rows: indices of the tokens in [0, T), in any order.
+
+        Raises:
+          NotImplementedError: the drafts form trees.
+        """
+        single, ends = self.one_query_a_row(), self.cu_q_lens[1:]
+        num_decode = single.num_decode
+        index, sequence = rows - num_decode, None
+        if num_decode < self.num_tokens:
+            sequence = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+            sequence = jnp.minimum(sequence, ends.shape[0] - 1)
+
+        def chosen(of_decode: Array, of_prefill: Array | None) -> Array:
+            """Select values of decode rows for rows before `num_decode`, and of prefill tokens for the others."""
+            if of_prefill is None:
+                return of_decode[rows]
+            if not num_decode:
+                return of_prefill
+            is_decode = (rows < num_decode).reshape(-1, *[1] * (of_prefill.ndim - 1))
+            return jnp.where(is_decode, of_decode[jnp.minimum(rows, num_decode - 1)], of_prefill)
+
+        def of_group(tables: GroupTables) -> GroupTables:
+            of_prefill = None if sequence is None else tables.prefill_block_tables[sequence]
+            return GroupTables(
+                tables.slots[rows], chosen(tables.decode_block_tables, of_prefill), tables.prefill_block_tables[:0]
+            )
+
+        positions = self.positions[rows]
+        prefill_lens = None if sequence is None else jnp.where(index < ends[-1], positions + 1, 0)
+        return dataclasses.replace(
+            single,
+            positions=positions,
+            groups=tuple(map(of_group, single.groups)),
+            decode_kv_lens=chosen(single.decode_kv_lens, prefill_lens),
+            cu_q_lens=self.cu_q_lens[:1],
+            prefill_kv_lens=self.prefill_kv_lens[:0],
+            logit_rows=jnp.arange(rows.shape[0], dtype=jnp.int32),
+        )
+
     def one_query_a_row(self) -> StepMetadata:
         """Return metadata of the same tokens in which decode rows of several tokens are split into rows of one token.
 

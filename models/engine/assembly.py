@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from pallas_attn.cache import GroupPools, PrefixCache
-from pallas_attn.models.config import DeepSeekConfig
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config
 from pallas_attn.models.decoder import Decoder, normal_mesh, split_model
 from pallas_attn.models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
 from pallas_attn.models.engine.config import EngineConfig, RunnerConfig
@@ -119,13 +119,20 @@ def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
     itemsize = model.embed_tokens[...].dtype.itemsize
     if isinstance(sizes, DeepSeekConfig):
         layers, experts, width = sizes.num_moe_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
+        chosen = sizes.num_experts_per_tok
+    elif isinstance(sizes, Gemma4Config):
+        layers, experts, width = sizes.num_hidden_layers, sizes.num_experts, sizes.moe_intermediate_size
+        chosen = sizes.top_k_experts
     else:
         layers, experts, width = sizes.num_hidden_layers, sizes.num_local_experts, sizes.intermediate_size
+        chosen = sizes.num_experts_per_tok
     own_experts = ExpertSplit.over(model.mesh).num_own(experts)
     routed = layers * own_experts * 3 * sizes.hidden_size * width * itemsize
     embedding = 0 if sizes.tie_word_embeddings else bytes_on_device(model.embed_tokens[...])
+    if model.per_layer_inputs is not None:  # a step reads one row per token
+        embedding += bytes_on_device(model.per_layer_inputs.embed_tokens[...])
     dense = sum(map(bytes_on_device, weights)) - embedding - routed
-    share = sizes.num_experts_per_tok / experts if experts else 0.0
+    share = chosen / experts if experts else 0.0
     cost = step_cost(dense, routed, share, itemsize)
     proposer = config.speculate.proposer
     return DraftControl(config.speculate.draft_buckets, cost, proposer.draft_bytes, proposer.depth)

@@ -1,7 +1,8 @@
 """Division of the cache memory between the cache groups of a model.
 
 A cache group is a set of layers with equal attention windows, which share a page pool. A sequence needs fewer pages in
-a group with windows, because pages before the windows are recycled: released while the sequence runs.
+a group with windows, because pages before the windows are recycled: released while the sequence runs. If layers have
+keys of different widths, a page of a layer with wider keys takes more memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fractions import Fraction
 
 from pallas_attn import FULL
 from pallas_attn.cache import GroupPools, HeadPagePool
-from pallas_attn.models.config import CacheGroup, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from pallas_attn.models.config import CacheGroup, DeepSeekConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def group_sizes(
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
-    """Choose the number of pages of each cache group, for a total of `num_pages` pages per layer on average.
+    """Choose the number of pages of each cache group, for the memory of `num_pages` pages of each layer.
 
     The memory is divided for `max_num_seqs` sequences of equal length:
 
@@ -73,7 +74,7 @@ def group_sizes(
 
     Args:
       config: the model's configuration.
-      num_pages: average number of pages per layer.
+      num_pages: average number of pages per layer, weighted by the memory of a page of the layer.
       page_size: tokens per page.
       max_model_len: maximum number of tokens per sequence.
       max_num_seqs: maximum number of running sequences.
@@ -83,14 +84,15 @@ def group_sizes(
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
-    total = num_pages * config.num_hidden_layers
+    weights = _page_weights(config, groups)
+    total = num_pages * sum(weights)
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
         """Return for sequences of `pages` pages: the number of sequences that fit; the pages that one sequence occupies
         in a layer of each group between steps; and the further pages that it occupies during a step."""
         held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
         chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
-        return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
+        return (total - _memory(weights, chunk)) / _memory(weights, held), held, chunk
 
     lengths = range(1, -(-max_model_len // page_size) + 1)
     too_long = bisect.bisect_left(lengths, True, key=lambda pages: share(pages)[0] < max_num_seqs)
@@ -142,9 +144,18 @@ def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: 
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
-def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
-    """Return the total number of pages of all layers, given the pages per layer of each group."""
-    return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
+def _page_weights(config: ModelConfig, groups: Sequence[CacheGroup]) -> list[int]:
+    """Return for each group the memory of one page in all of its layers, in units that all groups share: layers, or
+    numbers of values per token if layers have different numbers."""
+    if isinstance(config, DeepSeekConfig):
+        return [len(group.layers) for group in groups]
+    heads = [config.kv_heads(group.layers[0]) for group in groups]
+    return [len(group.layers) * n * width for group, (n, width) in zip(groups, heads, strict=True)]
+
+
+def _memory(weights: Sequence[int], pages: Sequence[Fraction]) -> Fraction:
+    """Return the memory of all layers, given the pages per layer of each group and their weights."""
+    return sum((weight * n for weight, n in zip(weights, pages, strict=True)), Fraction(0))
 
 
 def _heads(window: LayerWindow) -> HeadWindows:

@@ -101,8 +101,10 @@ class Runner:
         """Choose the function of a step, and whether long steps are split into several programs."""
         config = self._config
         # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
-        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
+        # layers' inputs would need shardings; batch-invariant steps must all be the same program; and layers that use
+        # the caches of other layers must be in the same program.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
+        is_whole = is_whole or not model.config.is_divisible
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         self._long = None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
         self._layered: LayeredStep | None = None

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of DeepSeek-V2, V3 and gpt-oss.
+"""Mixture-of-experts layers of DeepSeek-V2, V3, gpt-oss and Gemma 4.
 
 Modules in reading order: this module (a layer: router, routed experts, shared experts), `router` (selects experts),
 `split_experts` (experts that are split over devices; `exchange` sends tokens between devices), `dispatch` (applies the
@@ -14,13 +14,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn.models.config import DeepSeekConfig, GQAConfig
-from pallas_attn.models.decoder.layers import MLP, Linear
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig
+from pallas_attn.models.decoder.layers import MLP, Linear, geglu
 from pallas_attn.models.decoder.mesh import ExpertSplit
 from pallas_attn.models.moe import dispatch
 from pallas_attn.models.moe.expert_gemms import hopper_all_experts
 from pallas_attn.models.moe.experts import ClampedSwiglu, Experts, SharedExperts
-from pallas_attn.models.moe.router import Router
+from pallas_attn.models.moe.router import Router, ScaledRouter
 from pallas_attn.models.moe.split_experts import routed_experts
 
 
@@ -100,3 +100,24 @@ class BiasedMoE(nnx.Module):
         """Return the selected experts of each token and their weights, computed in float32."""
         logits, chosen = jax.lax.top_k(self.router(x), self.config.num_experts_per_tok)
         return chosen, jax.nn.softmax(logits)
+
+
+class ScaledMoE(nnx.Module):
+    """Routed experts of Gemma 4, next to a dense MLP that is not part of this module. The router and the experts have
+    different inputs."""
+
+    def __init__(self, config: Gemma4Config, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
+        """Make a layer with zero weights. Arguments as in `MoE`."""
+        width, hidden, count = config.hidden_size, config.moe_intermediate_size, split.num_own(config.num_experts)
+        self.split = split
+        self.router = ScaledRouter(config)
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+
+    def __call__(
+        self, x: Float[Array, "T D"], normed: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None
+    ) -> Float[Array, "T D"]:
+        """Select experts by x, and apply them to `normed`. Other arguments and result as in `MoE`."""
+        chosen, weights = self.router(x)
+        experts = Experts(self.gate_up_proj[...], self.down_proj[...], activation=geglu)
+        return routed_experts(normed, chosen, weights, experts, self.split, is_live)

@@ -1,5 +1,5 @@
-"""Router of DeepSeek's mixtures of experts: computes scores of all experts for each token, and selects the best
-experts."""
+"""Routers of DeepSeek's and Gemma's mixtures of experts: compute scores of all experts for each token, and select the
+best experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn.models.config import DeepSeekConfig
-from pallas_attn.models.decoder.layers import project
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config
+from pallas_attn.models.decoder.layers import project, rms_scaled
 
 MAX_COMPARISONS = 2**23
 """Maximum of rows · experts² for which experts are ranked by comparing all experts of a row with each other, instead of
@@ -41,6 +41,29 @@ class Router(nnx.Module):
         # Without the barrier, XLA fuses the selection into the kernels that use it, where every thread block repeats
         # it.
         return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
+
+
+class ScaledRouter(nnx.Module):
+    """Router of Gemma 4. Weights and scores are float32, independent of the model's dtype.
+
+    The rows are normalised without a weight and scaled per column. The weights of a token's selected experts are
+    normalised to a sum of 1, then multiplied by a learned scale per expert.
+    """
+
+    def __init__(self, config: Gemma4Config):
+        self.config = config
+        self.scale = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, config.num_experts), jnp.float32))
+        self.per_expert_scale = nnx.Param(jnp.ones(config.num_experts, jnp.float32))
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Return the k selected experts of each token, and the weights of their results."""
+        config = self.config
+        scale = self.scale[...] * config.hidden_size**-0.5
+        scores = jax.nn.softmax(project(rms_scaled(x, config.rms_norm_eps) * scale[None, :], self.weight[...]))
+        experts, weights = best_experts(scores, scores, config.top_k_experts)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return jax.lax.optimization_barrier((experts, weights * self.per_expert_scale[...][experts]))
 
 
 def best_experts(

@@ -10,6 +10,8 @@ from transformers import (  # pyrefly: ignore[missing-import]
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Gemma4Config,
+    Gemma4TextConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
@@ -96,6 +98,44 @@ GPT_OSS = COMMON | {
         "original_max_position_embeddings": 32,
     },
 }
+
+# Structure of Gemma 4. The window is shorter than most prompts. The soft cap has the magnitude of the logits. Local and
+# global layers have heads of different widths.
+GEMMA = COMMON | {
+    "max_position_embeddings": 256,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 11,
+    "final_logit_softcapping": 1.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
+}
+
+# Towers for images and audio, whose weights a text model must skip.
+TOWERS = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "position_embedding_size": 16,
+    },
+    "audio_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "output_proj_dims": 16,
+        "subsampling_conv_channels": [8, 4],
+    },
+}
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 NORM_SPREAD = 0.3
 """Standard deviation of the weights of norms. Their mean is 1."""
@@ -349,4 +389,54 @@ GOLDENS = {
     ),
     "gpt-oss": Golden(GptOssConfig(**GPT_OSS), seed=10, published_config=True),
     "gpt-oss-mxfp4": Golden(GptOssConfig(**GPT_OSS), seed=10, mxfp4=True),
+    # Structure of Gemma 4 E2B: per-layer embeddings; the last layers use the cache of layer 3 (local) or 4 (global)
+    "gemma4": Golden(
+        Gemma4TextConfig(
+            **GEMMA,
+            intermediate_size=64,
+            num_hidden_layers=7,
+            num_key_value_heads=2,
+            layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL],
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=12,
+            vocab_size_per_layer_input=256,
+        ),
+        seed=14,
+    ),
+    # Structure of Gemma 4 31B: global layers make keys and values from one projection, no per-layer embeddings
+    "gemma4-k-eq-v": Golden(
+        Gemma4TextConfig(
+            **GEMMA,
+            intermediate_size=80,
+            num_hidden_layers=4,
+            num_key_value_heads=4,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL],
+            hidden_size_per_layer_input=0,
+        ),
+        seed=19,
+    ),
+    # Structure of Gemma 4 26B-A4B: experts next to the MLP. The checkpoint has towers for images and audio.
+    "gemma4-moe": Golden(
+        Gemma4Config(
+            text_config=Gemma4TextConfig(
+                **GEMMA,
+                intermediate_size=40,
+                num_hidden_layers=3,
+                num_key_value_heads=2,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                layer_types=[LOCAL, LOCAL, GLOBAL],
+                hidden_size_per_layer_input=0,
+                enable_moe_block=True,
+                num_experts=8,
+                top_k_experts=3,
+                moe_intermediate_size=24,
+            ),
+            **TOWERS,
+        ),
+        seed=79,
+    ),
 }

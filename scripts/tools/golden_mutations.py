@@ -18,23 +18,37 @@ from transformers import PreTrainedConfig, PreTrainedModel  # pyrefly: ignore[mi
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ignore[missing-import]
 
 
+def is_gemma(config: PreTrainedConfig) -> bool:
+    return config.model_type.startswith("gemma4")
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """Return the module with the layers of the text model."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def scaled_routers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the router of each layer of a Gemma 4 model with experts."""
+    return (layer.router for layer in text_model(model).layers if hasattr(layer, "router"))
+
+
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the router of each mixture-of-experts layer of a DeepSeek or GLM model."""
-    return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
+    return (layer.mlp.gate for layer in text_model(model).layers if hasattr(layer.mlp, "gate"))
 
 
 def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the router of each layer of a gpt-oss model."""
-    return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
+    return (layer.mlp.router for layer in text_model(model).layers if hasattr(layer.mlp, "router"))
 
 
 def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the experts of each layer of a gpt-oss model."""
-    return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
+    return (layer.mlp.experts for layer in text_model(model).layers if hasattr(layer.mlp, "experts"))
 
 
 def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
-    return (layer.self_attn for layer in model.model.layers)
+    return (layer.self_attn for layer in text_model(model).layers)
 
 
 def is_latent(config: PreTrainedConfig) -> bool:
@@ -110,6 +124,8 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
     The margin is the gap between the worst selected and the best unselected expert, or group of experts. For softmax
     scores it is the gap between their logarithms, whose rounding error does not depend on the magnitude of the scores.
     """
+    if hasattr(gate, "proj"):
+        return cut_margin(gate.proj(gate.norm(hidden) * gate.scale * gate.scalar_root_size), gate.config.top_k_experts)
     if not hasattr(gate, "num_group"):
         return cut_margin(F.linear(hidden.view(-1, gate.hidden_dim), gate.weight, gate.bias), gate.top_k)
     *_, group_scores, masked = choose(gate, hidden, routing(gate))
@@ -308,7 +324,9 @@ def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float
     def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
         margins.append(routing_margin(gate, *args))
 
-    hooks = [gate.register_forward_pre_hook(measure) for gate in (*gates(model), *routers(model))]
+    hooks = [
+        gate.register_forward_pre_hook(measure) for gate in (*gates(model), *routers(model), *scaled_routers(model))
+    ]
     for sequence in sequences:
         model(torch.tensor([sequence]))
     for hook in hooks:
@@ -485,7 +503,7 @@ def drop_routed_scale(model: PreTrainedModel) -> None:
 
 
 def drop_shared_experts(model: PreTrainedModel) -> None:
-    for layer in model.model.layers:
+    for layer in text_model(model).layers:
         if hasattr(layer.mlp, "shared_experts"):
             layer.mlp.shared_experts.down_proj.weight.data.zero_()
 
@@ -501,6 +519,8 @@ def change_routing(model: PreTrainedModel, **changes: Any) -> None:
 
 def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
     """Return the mutations that have an effect for this configuration, by name. A mutation changes a model in place."""
+    if is_gemma(config):
+        return gemma_mutations(config.get_text_config())
     return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
 
 
@@ -590,4 +610,89 @@ def latent_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrained
         table["topk_normalised"] = partial(change_routing, normalise=True)
         if config.topk_group < config.n_group:
             table["group_score_is_the_sum_of_two"] = partial(change_routing, best_in_group=2)
+    return table
+
+
+# --- mutations of Gemma 4
+
+
+def change_all(change: Callable[[nn.Module], None], kind: str = "") -> Callable[[PreTrainedModel], None]:
+    """Return a mutation that changes each attention module, or each attention module of layers of this kind."""
+
+    def mutate(model: PreTrainedModel) -> None:
+        for attention in attentions(model):
+            if attention.layer_type.startswith(kind):
+                change(attention)
+
+    return mutate
+
+
+def drop_value_norm(attention: nn.Module) -> None:
+    if hasattr(attention, "v_norm"):
+        attention.v_norm = nn.Identity()
+
+
+def scale_scores(attention: nn.Module) -> None:
+    attention.scaling = attention.head_dim**-0.5
+
+
+def drop_embedding_scale(model: PreTrainedModel) -> None:
+    text_model(model).embed_tokens.embed_scale.fill_(1.0)
+
+
+def drop_ple_scale(model: PreTrainedModel) -> None:
+    text_model(model).embed_tokens_per_layer.embed_scale.fill_(1.0)
+
+
+def drop_layer_scalars(model: PreTrainedModel) -> None:
+    for layer in text_model(model).layers:
+        layer.layer_scalar.fill_(1.0)
+
+
+def drop_soft_cap(model: PreTrainedModel) -> None:
+    model.config.get_text_config().final_logit_softcapping = None
+
+
+def see_one_more_local(model: PreTrainedModel) -> None:
+    model.config.get_text_config().sliding_window += 1
+
+
+def add_one_to_norms(model: PreTrainedModel) -> None:
+    for name, parameter in text_model(model).named_parameters():
+        if "norm" in name:
+            parameter.data += 1
+
+
+def rotate_all_columns(model: PreTrainedModel) -> None:
+    rotary = text_model(model).rotary_emb
+    base = model.config.get_text_config().rope_parameters["full_attention"]["rope_theta"]
+    half = rotary.full_attention_inv_freq.shape[0]
+    rotary.full_attention_inv_freq = base ** -(torch.arange(half) / half)
+
+
+def drop_expert_scales(model: PreTrainedModel) -> None:
+    for router in scaled_routers(model):
+        router.per_expert_scale.data.fill_(1.0)
+
+
+def drop_router_norm(model: PreTrainedModel) -> None:
+    for router in scaled_routers(model):
+        router.norm = nn.Identity()
+
+
+def gemma_mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
+    table = {
+        "value_norm_dropped": change_all(drop_value_norm),
+        "scores_scaled_by_the_width": change_all(scale_scores),
+        "embedding_scale_dropped": drop_embedding_scale,
+        "layer_scalars_dropped": drop_layer_scalars,
+        "soft_cap_dropped": drop_soft_cap,
+        "windows_one_wider": see_one_more_local,
+        "norm_weights_plus_one": add_one_to_norms,
+        "global_rope_of_all_columns": rotate_all_columns,
+    }
+    if config.hidden_size_per_layer_input:
+        table["ple_scale_dropped"] = drop_ple_scale
+    if config.enable_moe_block:
+        table |= {"expert_scales_dropped": drop_expert_scales, "router_norm_dropped": drop_router_norm}
     return table

@@ -44,11 +44,14 @@ from scripts.tools.golden_mutations import (
     closest_routing,
     closest_selection,
     gates,
+    is_gemma,
     is_latent,
     is_sparse,
     is_v3,
     mutations,
     routers,
+    scaled_routers,
+    text_model,
 )
 
 NEW_TOKENS = 24
@@ -56,6 +59,8 @@ PROMPT_LENGTHS = (1, 9, 40, 75)
 SHARED_PREFIX = 32  # number of common first tokens of the two longest prompts, for tests of prefix caching
 
 SINK_SPREAD = 2.0  # standard deviation of learned sinks, about the magnitude of scores
+
+EMBEDDING_GAIN = 0.4  # factor of Gemma's tied embeddings: with larger ones, a token is often followed by itself
 
 GATE_GAIN = 2.0  # factor of router weights: some experts of a selected group score less than experts of other groups
 
@@ -92,9 +97,16 @@ def random_model(golden: Golden) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        spread = SINK_SPREAD if name.endswith(".sinks") else golden.config.initializer_range
-        is_norm = "norm" in name and not name.endswith(".bias")
-        parameter.data = 1 + NORM_SPREAD * noise if is_norm else spread * noise
+        spread = SINK_SPREAD if name.endswith(".sinks") else golden.config.get_text_config().initializer_range
+        near_one = ("norm" in name and not name.endswith(".bias")) or name.endswith((".scale", ".per_expert_scale"))
+        parameter.data = 1 + NORM_SPREAD * noise if near_one else spread * noise
+    for layer in text_model(model).layers:
+        if hasattr(layer, "layer_scalar"):
+            layer.layer_scalar.data = 1 + NORM_SPREAD * torch.randn(1, generator=generator)
+    if is_gemma(golden.config):
+        text_model(model).embed_tokens.weight.data *= EMBEDDING_GAIN
+    for router in scaled_routers(model):
+        router.proj.weight.data *= GATE_GAIN / router.scalar_root_size
     for router in routers(model):
         router.weight.data *= GATE_GAIN
     for gate in gates(model):
@@ -335,7 +347,8 @@ def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[
 
 def draw_prompts(golden: Golden) -> list[list[int]]:
     generator = torch.Generator().manual_seed(golden.seed)
-    ordinary = (golden.config.eos_token_id + 1, golden.config.vocab_size)
+    config = golden.config.get_text_config()
+    ordinary = (config.eos_token_id + 1, config.vocab_size)
     prompts = [torch.randint(*ordinary, [length], generator=generator).tolist() for length in PROMPT_LENGTHS]
     prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX]
     return prompts
@@ -369,8 +382,19 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
     """Return the cache contents of a prompt of T tokens: latents [layers, T, L + R] and index keys [layers with an
-    indexer, T, Di], or keys and values [layers, Hkv, T, D].
+    indexer, T, Di], or keys and values [layers, Hkv, T, D]. For Gemma 4, layers without a cache are left out, and local
+    and global layers, whose shapes differ, have separate arrays.
     """
+    if is_gemma(config):
+        kinds = zip(config.get_text_config().layer_types, cache.layers, strict=False)
+        of_kinds = {"local": [], "global": []}
+        for kind, layer in kinds:
+            of_kinds["global" if kind == "full_attention" else "local"].append(layer)
+        return {
+            f"{name}_{kind}": torch.stack([getattr(layer, kind)[0] for layer in layers]).numpy()
+            for name, layers in of_kinds.items()
+            for kind in ("keys", "values")
+        }
     if is_latent(config):
         # transformers stores the normed latent as keys and the rotated key as values, both with shape [1, 1, T, width].
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]

@@ -14,6 +14,7 @@ SPARSE = ("v32", "v32-fp8", "glm-dsa", "glm-shared")
 LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
+GEMMA = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
 NEW_TOKENS = 24
 SHARED_PREFIX = 32
 
@@ -157,7 +158,36 @@ def rms_norm(x, weight, eps):
 
 
 def test_documented_goldens_exist():
-    assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted(NAMES)
+    assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted((*NAMES, *GEMMA))
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_arrays_of_gemma(name):
+    """Prompts are longer than the window, shared prefixes have equal results, and tokens follow from the logits."""
+    config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
+    config = config.get("text_config", config)
+    kinds = [f"{kind}_{part}" for kind in ("local", "global") for part in ("keys", "values")]
+    assert set(arrays) == {f"{key}_{i}" for key in ("logits", "tokens", "margins", *kinds) for i in range(len(prompts))}
+    cached = config["layer_types"][: config["num_hidden_layers"] - config["num_kv_shared_layers"]]
+    heads = {"local": (config["num_key_value_heads"], config["head_dim"])}
+    last = config["per_layer_config"][str(config["num_hidden_layers"] - 1)]
+    heads["global"] = (last.get("num_key_value_heads", config["num_key_value_heads"]), last["head_dim"])
+    assert heads["local"][1] != heads["global"][1]
+    assert max(map(len, prompts)) > 2 * config["sliding_window"]
+    for i, prompt in enumerate(prompts):
+        for key in kinds:
+            kind = key.partition("_")[0]
+            layers = cached.count("full_attention" if kind == "global" else "sliding_attention")
+            num_heads, width = heads[kind]
+            assert arrays[f"{key}_{i}"].shape == (layers, num_heads, len(prompt), width)
+        tokens = arrays[f"tokens_{i}"]
+        assert arrays[f"logits_{i}"].shape == (len(prompt), config["vocab_size"])
+        assert tokens[0] == arrays[f"logits_{i}"][-1].argmax()
+        assert arrays[f"margins_{i}"].min() > 1e-3
+        assert len(set(tokens.tolist())) >= NEW_TOKENS // 2, "a loop compares little"
+    for key, axis in (("logits", 0), *((key, -2) for key in kinds)):
+        short, long = (np.take(arrays[f"{key}_{i}"], range(SHARED_PREFIX), axis) for i in (2, 3))
+        np.testing.assert_allclose(short, long, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pallas_attn import CacheSpec
+from pallas_attn.models.config import cache_groups
 from pallas_attn.models.decoder import Caches, Decoder
 from pallas_attn.models.decoder.caches import cache_spec
 from pallas_attn.models.engine.config import RunnerConfig
@@ -46,14 +47,18 @@ class CacheRows:
         self._model_config, self._dtype = model.config, config.cache_dtype or model.embed_tokens.dtype
         self._index_topk = model.settings.index_topk
         self._config, self._specs = config, specs
-        self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
+        self._split_rows: dict[int, SplitRows] = {}  # by the first layer of the cache group; empty without a mesh
+        if model.mesh is not None:
+            for group in cache_groups(model.config):
+                self._split_rows[group.layers[0]] = SplitRows(model.config, model.mesh, group.layers[0])
 
     def row_format(self, group: GroupSizes) -> RowFormat:
         """Return shapes and dtypes of one page row of a cache group on the host."""
 
         def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             of_device = tuple(a.shape[2 if group.head_wise else 1 :])
-            return of_device if self._split_rows is None else self._split_rows.shape(of_device, group.head_wise)
+            split = self._split_of(group)
+            return of_device if split is None else split.shape(of_device, group.head_wise)
 
         paged = {
             f"{layer}.{name}": (shape(a), np.dtype(a.dtype))
@@ -75,8 +80,9 @@ class CacheRows:
         Returns:
           Contents of the rows, [n, ...]. A key is the layer and the name of the array, for example "3.k".
         """
-        if self._split_rows is not None:
-            return self._split_rows.read(caches, group.layers, group.head_wise, rows, rank)
+        split = self._split_of(group)
+        if split is not None:
+            return split.read(caches, group.layers, group.head_wise, rows, rank)
         return read_rows(caches, group.layers, group.head_wise, rows)
 
     def write(
@@ -94,7 +100,7 @@ class CacheRows:
           contents: contents of the rows, in the format that `read` returns.
         """
         of_rows = (caches, group.layers, group.head_wise, rows, contents)
-        split = self._split_rows
+        split = self._split_of(group)
         return write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
 
     def write_layer(
@@ -116,6 +122,10 @@ class CacheRows:
         """
         cache = write_layer(caches[layer], group.head_wise, rows, contents)
         return (*caches[:layer], cache, *caches[layer + 1 :])
+
+    def _split_of(self, group: GroupSizes) -> SplitRows | None:
+        """Return the conversion of the rows of a cache group; None without a mesh. Groups may differ in KV heads."""
+        return self._split_rows.get(group.layers[0])
 
     def cache_format(self, model: Decoder) -> dict[str, Any]:
         """Return the settings, by name, that must be equal in two engines that exchange pages.

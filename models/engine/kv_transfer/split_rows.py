@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
 from pallas_attn import parallel
-from pallas_attn.models.config import GQAConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, ModelConfig
 from pallas_attn.models.decoder import Caches, over_mesh, specs_of
 from pallas_attn.models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
 from pallas_attn.models.engine.kv_transfer.cached_pages import (
@@ -40,20 +40,21 @@ from pallas_attn.models.engine.kv_transfer.cached_pages import (
 
 
 class SplitRows:
-    """Reads and writes page rows of a model's caches on a mesh. All devices must belong to this process."""
+    """Reads and writes page rows of a cache group on a mesh. All devices must belong to this process."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh):
+    def __init__(self, config: ModelConfig, mesh: Mesh, layer: int = 0):
         """Prepare for a model and a mesh.
 
         Args:
           config: configuration of the whole model.
           mesh: devices with the caches.
+          layer: index of a layer of the cache group.
         """
         self._mesh, self._ranks, self._contexts = mesh, mesh.shape[DATA], mesh.shape[CONTEXT]
         self._heads = None  # for latents, which have no head axis: devices along `HEADS` have equal copies
-        if isinstance(config, GQAConfig):
-            devices = num_devices(mesh, HEADS)
-            self._heads = parallel.head_split(config.num_attention_heads, config.num_key_value_heads, devices)
+        if not isinstance(config, DeepSeekConfig):
+            devices, kv_heads = num_devices(mesh, HEADS), config.kv_heads(layer).num_heads
+            self._heads = parallel.head_split(config.num_attention_heads, kv_heads, devices)
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @property

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, UInt32
 
-from pallas_attn.models.config import GQAConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, ModelConfig
 from pallas_attn.models.decoder import Decoder
 from pallas_attn.models.decoder.mesh import DATA, EXPERT_COLUMNS, EXPERTS, num_devices, number_along
 from pallas_attn.models.engine.kv_transfer.cached_pages import digest_of
@@ -117,9 +117,13 @@ def _split_over(weight: Array) -> tuple[str, ...]:
 
 def _joined_widths(name: str, size: int, config: ModelConfig) -> tuple[int, ...]:
     """Return the widths of projections that are joined in one weight, such as queries, keys and values."""
-    if "qkv_proj" in name and isinstance(config, GQAConfig):
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        return queries, keys, keys
+    if "qkv_proj" in name and not isinstance(config, DeepSeekConfig):
+        layer = int(name.split(".")[1])  # "layers.<layer>.self_attn.qkv_proj.weight"
+        kv_heads, width = config.kv_heads(layer)
+        queries, keys = config.num_attention_heads * width, kv_heads * width
+        # A layer of Gemma 4 may have queries only, or queries and keys.
+        num_joined = (size - queries) // keys if isinstance(config, Gemma4Config) else 2
+        return (queries, *[keys] * num_joined)
     return (size // 2, size // 2) if "gate_up_proj" in name else (size,)
 
 

@@ -61,7 +61,16 @@ class LayeredStep:
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
-        """Choose the layer ranges; nothing is compiled."""
+        """Choose the layer ranges; nothing is compiled.
+
+        Raises:
+          NotImplementedError: layers of the model use the caches of other layers, or have per-layer embeddings.
+        """
+        if not model.config.is_divisible:
+            raise NotImplementedError(
+                f"model: the steps of this {model.config.model_type} are not supported as several programs, because"
+                " layers use the caches of other layers or per-layer embeddings"
+            )
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
