@@ -48,7 +48,8 @@ class EngineConfig:
       kv_scales: static scales of quantised keys and values. None for scales that are computed when a token is written:
         one per token and KV head.
       decode_buckets: numbers of decode rows to which steps are padded, ascending, the last one equal to max_num_seqs.
-        None for powers of two up to max_num_seqs, and max_num_seqs.
+        None for 1, 4, 16, 32, 64, ... up to max_num_seqs, and max_num_seqs. With few rows, a step takes as long as the
+        weights are read, so idle rows cost little.
       prefill_buckets: numbers of prompt tokens to which steps are padded, ascending, the last one equal to
         max_batched_tokens. None for 32, 128, 512, ... (factor 4) up to max_batched_tokens, and max_batched_tokens.
         Without data parallelism, a step takes fewer prompt tokens if padding to the next size would cost more than
@@ -61,8 +62,6 @@ class EngineConfig:
         token. They do not count towards max_batched_tokens.
       max_logprobs: maximum of `SamplingParams.logprobs` and `SamplingParams.prompt_logprobs`. Steps compute this number
         of log probabilities if a request wants any.
-      prompt_logprobs: whether requests may set `SamplingParams.prompt_logprobs`. If True, all steps with prompts have
-        the code that computes logits of prompt tokens, which makes them slower on a GPU, also without such requests.
       logits_processor: function of the user that changes the logits of every sampled token; None for none.
       history: number of finished requests, and of steps, whose records are stored. Older records are deleted. None to
         store all.
@@ -98,7 +97,6 @@ class EngineConfig:
     speculate: Speculation | None = None
     mesh: Mesh | None = None
     max_logprobs: int = 20
-    prompt_logprobs: bool = False
     logits_processor: LogitsProcessor | None = None
     separate_prefill: bool = True
 
@@ -146,7 +144,8 @@ class EngineConfig:
         table_pages = -(-max_model_len // self.page_size)
         decode, prefill = (self.max_num_seqs,), (self.max_batched_tokens,)
         if not self.batch_invariant:
-            decode = self.decode_buckets or _powers(2, 1, self.max_num_seqs)
+            few = _powers(4, 1, min(self.max_num_seqs, 16))
+            decode = self.decode_buckets or tuple(sorted({*few, *_powers(2, 16, self.max_num_seqs)}))
             prefill = self.prefill_buckets or _powers(4, 32, self.max_batched_tokens)
         return RunnerConfig(
             num_pages=self.num_pages,
@@ -164,7 +163,6 @@ class EngineConfig:
             groups=groups,
             speculate=self.speculate,
             max_logprobs=self.max_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
             logits_processor=self.logits_processor,
         )
 
@@ -187,7 +185,7 @@ def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """Padded shape of a step's batch. Each bucket is compiled to one program.
+    """Padded shape of a step's batch. The forward program of a step is compiled for each bucket.
 
     Attributes:
       decode_rows: Bd, number of decode rows including padding.
@@ -224,7 +222,6 @@ class RunnerConfig:
       batch_invariant: whether all steps use the largest bucket, so that the bits of a row do not depend on other rows.
       speculate: proposer and number of drafts per decode row; None for decode rows of one token.
       max_logprobs: maximum number of likeliest tokens whose log probabilities are returned per token.
-      prompt_logprobs: whether steps can compute log probabilities of prompt tokens.
       logits_processor: function of the user that changes logits; None for none.
     """
 
@@ -243,7 +240,6 @@ class RunnerConfig:
     batch_invariant: bool = False
     speculate: Speculation | None = None
     max_logprobs: int = 20
-    prompt_logprobs: bool = False
     logits_processor: LogitsProcessor | None = None
 
     @property
@@ -292,6 +288,11 @@ class RunnerConfig:
     def num_rows(self, bucket: Bucket) -> int:
         """Number of decode rows and prefill rows of a bucket, including padding."""
         return bucket.decode_rows + (self.max_prefill_seqs if bucket.prefill_tokens else 0)
+
+    def num_logits(self, bucket: Bucket) -> int:
+        """Number of rows of logits from which a step samples: one for each input of a decode row, then one for each
+        prefill row, including padding."""
+        return self.num_rows(bucket) + bucket.decode_rows * bucket.num_drafts
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the block tables of `rows` sequences for each cache group: [rows, P] of page ids, or

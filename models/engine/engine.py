@@ -14,7 +14,12 @@ Main loop. The caller calls `Engine.step` as long as `Engine.has_unfinished` is 
     step_n = runner.launch(plans)          # asynchronous: the device runs step n after step n - 1
     tokens = step_n_minus_1.sampled()      # blocks until step n - 1 has ended; step n is queued on the device meanwhile
     schedulers.retire(tokens)              # append the tokens to the requests; end requests and release their pages
+    runner.sample(step_n)                  # only if a request of step n has a token filter, see below
     for each new token: on_token(...)      # callbacks run last, so an exception in a callback loses no token
+
+A step is at least two programs: one computes logits, the other samples tokens. A token filter needs all earlier tokens
+of its request. Therefore the host computes its mask for step n after it has read step n - 1, while the device computes
+the logits of step n. In a step without token filters, `launch` starts both programs.
 
 A data rank is a group of devices with its own requests, scheduler and page pools. All data ranks run the same step
 together. Without data parallelism there is one data rank.
@@ -172,6 +177,8 @@ class Engine:
         with self._changing():
             launched = self._launch()
             progressed = self._collect(self._in_flight) if self._in_flight else []
+            if launched is not None and not launched.result.is_sampled:
+                self._sample(launched)
             self._in_flight = launched
         while self._due_calls:
             tracked = self._due_calls[0]
@@ -188,6 +195,10 @@ class Engine:
         plans = self._schedule()
         if plans is None:
             return None
+        for row in (row for plan in plans if plan is not None for row in plan.prefill):
+            tracked = self._tracked[row.request.request_id]
+            if tracked.scheduled_s is None:
+                tracked.scheduled_s = planned_s
         cached, used = self._hit_tokens - hits, self._num_owned
         self._log.record_use(used)
         result = self._transfers.launch(plans, self._capture_logits)
@@ -238,6 +249,16 @@ class Engine:
         if self._decides_by_time:
             self._ranks.record_time(plans, record.duration_s)
         return [*progressed]
+
+    def _sample(self, step: LaunchedStep) -> None:
+        """Compute the token masks of a step and start its sampling. End the requests whose token filter failed."""
+        for request, error in self._runner.sample(step.result):
+            request.error = error  # before the finish reason, so that a request that ended has its error
+            self._ranks.abort(request.request_id, "filter_error")
+            tracked = self._tracked[request.request_id]
+            if tracked.on_token is not None:
+                self._due_calls.append(tracked)
+            self._retain(tracked)
 
     # --- recovery
 
@@ -389,6 +410,14 @@ class Engine:
           ValueError: no such request.
         """
         return self._find(request_id).output()
+
+    def has_ended(self, request_id: RequestId) -> bool:
+        """Whether a request has ended, for example because it was aborted.
+
+        Raises:
+          ValueError: no such request.
+        """
+        return self._find(request_id).finish_reason is not None
 
     def knows(self, request_id: RequestId) -> bool:
         """Whether the engine has records of the request, which may be waiting, running or finished."""
@@ -611,8 +640,6 @@ class Engine:
             if (getattr(params, name) or 0) > min(self.config.max_logprobs, self._vocab_size):
                 limit = f"at most EngineConfig.max_logprobs={self.config.max_logprobs} and the vocabulary size"
                 raise ValueError(f"{name}: expected {limit}, got {getattr(params, name)}")
-        if params.prompt_logprobs is not None and not self.config.prompt_logprobs:
-            raise ValueError("prompt_logprobs: expected None, or an engine with EngineConfig.prompt_logprobs=True")
         processor = self.config.logits_processor
         known = () if processor is None else processor.defaults
         if unknown := [name for name in params.extra_args if name not in known]:

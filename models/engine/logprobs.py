@@ -1,7 +1,8 @@
 """Log probabilities of tokens, and the likeliest tokens at their positions.
 
 Log probabilities are the logarithm of the softmax of the model's logits, before any sampling parameter is applied. They
-are computed on the device only in steps with a row that requests them, and are copied to the host only then.
+are computed on the device only in steps with a row that requests them, and are copied to the host only then. Log
+probabilities of sampled tokens are a part of the program that samples; for prompt tokens there is a separate program.
 """
 
 from __future__ import annotations
@@ -54,30 +55,24 @@ def pack_prompt_logprobs(
     hidden: Float[Array, "T D"],
     tokens: Int32[Array, "T"],
     max_logprobs: int,
-    is_used: Bool[Array, ""],
 ) -> Int32[Array, "T words"]:
     """Compute log probabilities from hidden states, with the logits of `_PROMPT_TOKENS` tokens at a time.
 
     Args:
       logits_of: function from hidden states to logits.
       hidden: hidden states of the tokens before `tokens`.
-      tokens, max_logprobs, is_used: as in `pack_logprobs`. On a mesh, `is_used` is equal on all devices, because
-        `logits_of` may exchange data between devices.
+      tokens, max_logprobs: as in `pack_logprobs`.
 
     Returns:
       As `pack_logprobs`.
     """
     num_tokens = tokens.shape[0]
     size = min(_PROMPT_TOKENS, num_tokens)
-
-    def packed() -> Int32[Array, "T words"]:
-        padding = -num_tokens % size
-        chunks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
-        of_chunks = jnp.pad(tokens, (0, padding)).reshape(-1, size)
-        each = lax.map(lambda chunk: _pack(logits_of(chunk[0]), chunk[1], max_logprobs), (chunks, of_chunks))
-        return each.reshape(num_tokens + padding, -1)[:num_tokens]
-
-    return lax.cond(is_used, packed, functools.partial(jnp.zeros, (num_tokens, num_words(max_logprobs)), jnp.int32))
+    padding = -num_tokens % size
+    chunks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
+    of_chunks = jnp.pad(tokens, (0, padding)).reshape(-1, size)
+    each = lax.map(lambda chunk: _pack(logits_of(chunk[0]), chunk[1], max_logprobs), (chunks, of_chunks))
+    return each.reshape(num_tokens + padding, -1)[:num_tokens]
 
 
 def _pack(logits: Float[Array, "n V"], tokens: Int32[Array, "n"], max_logprobs: int) -> Int32[Array, "n words"]:

@@ -26,8 +26,8 @@ class RequestOutput:
       prompt_tokens: number of prompt tokens.
       cached_tokens: prompt tokens found in the prefix cache when the request was first admitted; 0 before.
       output_ids: generated tokens.
-      finish_reason: "stop", "length", "abort", "refused" or "nonfinite", as in `Request.finish_reason`; None while the
-        request waits or runs.
+      finish_reason: "stop", "length", "abort", "refused", "nonfinite" or "filter_error", as in `Request.finish_reason`;
+        None while the request waits or runs.
       refusal: why the request was refused; None if it was accepted.
       ttft_s: seconds from `add_request` to the first token; None before the first token.
       itl_s: seconds between consecutive tokens; 0 between tokens of the same step.
@@ -36,6 +36,8 @@ class RequestOutput:
       logprobs: log probabilities of each of `output_ids`; None if `SamplingParams.logprobs` is None.
       prompt_logprobs: log probabilities of each prompt token that has been computed: None for the first token, which
         follows no token, then one entry per token. None if `SamplingParams.prompt_logprobs` is None.
+      queue_s: seconds from `add_request` to the planning of the first step with tokens of the request; None before.
+      error: exception of the token filter if the finish reason is "filter_error"; otherwise None.
     """
 
     request_id: RequestId
@@ -50,6 +52,8 @@ class RequestOutput:
     accepted: tuple[int, ...] = ()
     logprobs: Sequence[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    queue_s: float | None = None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True)

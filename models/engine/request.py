@@ -7,13 +7,13 @@ import json
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite"]
+FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite", "filter_error"]
 
 NONFINITE = -1
 """Value of a sampled token if the logits are NaN or infinite, or if the request's parameters exclude all tokens."""
@@ -83,9 +83,10 @@ class TokenFilter(Protocol):
     def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
         """Return the tokens that may follow the output tokens `output_ids`, which do not include the prompt.
 
-        The engine calls this method once per sampled token, on the thread that calls `Engine.step`. The result must
-        depend on `output_ids` only. If it raises, `Engine.step` raises, also at its next call, until the
-        request is aborted.
+        The engine calls this method once per sampled token, and with drafts also for the tokens after drafts, on the
+        thread that calls `Engine.step`, while the device computes the logits. The result must depend on `output_ids`
+        only. Each of `output_ids` is allowed by an earlier call. If the method raises an exception or returns another
+        array, the request ends with the finish reason "filter_error".
 
         Returns:
           Bit mask uint32 [ceil(V / 32)] with bit `token % 32` of entry `token // 32` set for each allowed token; None
@@ -163,9 +164,8 @@ class SamplingParams:
       logprobs: Number of likeliest tokens whose log probabilities are returned for each output token, in addition to
         the log probability of the output token itself; None for no log probabilities. They are computed from the
         model's logits before any other parameter is applied.
-      prompt_logprobs: As `logprobs`, for the tokens of the prompt after the first. It needs
-        `EngineConfig.prompt_logprobs`. The request does not use the prefix cache, because all prompt tokens must be
-        computed.
+      prompt_logprobs: As `logprobs`, for the tokens of the prompt after the first. The request does not use the prefix
+        cache, because all prompt tokens must be computed.
       extra_args: Numbers for `EngineConfig.logits_processor`, by name. Stored as a dict; None is stored as an empty
         dict.
       n: Number of outputs per prompt. At temperature 0 it must be 1, because all outputs would be equal.
@@ -409,6 +409,8 @@ class Request:
         "length": `max_tokens`, or the maximum sequence length of the model or of the page pools. "abort": ended by the
         caller. "refused": the prompt is too long to run. "nonfinite": no token could be chosen, because the logits
         were NaN or infinite, or because the parameters, the token filter or the logits processor excluded all tokens.
+        "filter_error": the token filter failed, see `error`.
+      error: Exception of the token filter; None if it did not fail.
 
     Raises:
       ValueError: the prompt is empty, params has the wrong type, or salt is not a str that UTF-8 can encode.
@@ -434,6 +436,7 @@ class Request:
     flags: int = field(init=False, default=0)
     draft_trials: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     finish_reason: FinishReason | None = field(init=False, default=None)
+    error: Exception | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -460,6 +463,11 @@ class Request:
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0
         del self.logprobs[len(self.output_ids) :]
+
+    def ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:
+        """Whether the request ends after this token, because it is a stop token, or one of the model's end-of-sequence
+        tokens `eos_token_ids`."""
+        return token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos)
 
     @property
     def output_ids(self) -> list[int]:

@@ -1,15 +1,28 @@
-"""The runner: owns weights and caches on the device, compiles each step shape once, and launches planned steps."""
+"""The runner: owns weights and caches on the device, compiles each step shape once, and launches planned steps.
+
+A step consists of several programs, in this order:
+
+    propose    drafts of the decode rows; only with speculation, in steps with drafts
+    forward    logits of the rows that sample; updates the caches
+    score      log probabilities of prompt tokens; only in steps with a request that wants them
+    sample     tokens, from the logits and from the token masks that the host computes
+
+If no row of a step needs a token mask, `Runner.launch` launches all of them. Otherwise it launches all except `sample`,
+and the caller launches `sample` with `Runner.sample` as soon as it has read the tokens of the previous step.
+
+`forward` is compiled for each bucket (padded shape of a step). The other programs depend on fewer sizes, so several
+buckets share them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +41,49 @@ from pallas_attn.models.engine.kv_transfer.cache_rows import CacheRows
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
 from pallas_attn.models.engine.logit_edits import EditState, pack_writes, write_size, write_slot
 from pallas_attn.models.engine.request import RowFlags
+from pallas_attn.models.engine.speculation import step as speculative
 from pallas_attn.models.engine.speculation.step import (
+    Drafts,
     SpeculativeState,
     allocate_state,
     check_trees,
+    has_drafts,
     proposer_sizes,
-    run_speculative_step,
     state_partition,
 )
+from pallas_attn.models.engine.step import plain
 from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
-from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import run_step
+from pallas_attn.models.engine.step.masks import FilterErrors, has_masks, needs_drafts, step_masks
+from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
+from pallas_attn.models.engine.step.plain import StepOutputs
 from pallas_attn.models.engine.step.plan import StepPlan
-from pallas_attn.models.engine.step.result import StepResult
+from pallas_attn.models.engine.step.result import StepResult, Unsampled
 
 type OnCompiled = Callable[[int, int], object]
 """Function that receives the number of compiled buckets and the number of all buckets to compile."""
+
+
+type ProgramName = Literal["propose", "forward", "score", "sample"]
+
+
+class SharedProgram(NamedTuple):
+    """Key of a compiled program that several buckets may share.
+
+    Attributes:
+      name: name of the program.
+      bucket: bucket with the sizes that the program depends on; the other sizes are 0.
+    """
+
+    name: ProgramName
+    bucket: Bucket
+
+
+_OF_RANKS = PartitionSpec(DATA)
+"""Partition of arrays with a part for each data rank."""
+
+_READ: Any = object()
+"""Entry of a tree of partitions for an array that the host reads: `_OF_RANKS`, or with several processes
+`PartitionSpec()`, so that every process has the whole array."""
 
 
 class Runner:
@@ -77,7 +117,7 @@ class Runner:
         self._caches: Caches = ()
         self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
         self._edits: Any = None  # EditState
-        self._no_masks: dict[int, Array] = {}
+        self._no_masks: dict[tuple[int, int], Array] = {}
         self._write_slot: Any = None
         self._allocate()
 
@@ -92,6 +132,7 @@ class Runner:
             self._make_last_tokens(),
             EditState.allocate(config.max_num_seqs, model.config.vocab_size),
         )
+        self._state_specs: tuple[Any, Any, Any] = (None, None, None)
         if model.mesh is not None:
             rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
             self._state_specs = cache_partition(model.part, self._specs), rows, PartitionSpec(DATA)
@@ -109,14 +150,13 @@ class Runner:
         self._long = None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
         self._layered: LayeredStep | None = None
         self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
-        self._compiled: dict[Bucket, Any] = {}
-        self._function: Any = run_step
+        self._compiled: dict[Bucket, Any] = {}  # the forward programs
+        self._shared: dict[SharedProgram, Any] = {}  # the other programs of steps
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
             if config.speculate.proposer.makes_trees:
                 check_trees(model.config, model.settings, model.contexts)
-            self._function = run_speculative_step
 
     @property
     def num_compilations(self) -> int:
@@ -141,13 +181,13 @@ class Runner:
         if self._last_tokens is None:
             self._caches, self._edits = (), None  # memory may not hold old and new caches together
             self._caches, self._last_tokens, self._edits = self._make_state()
-            for num_rows in {self._config.num_rows(bucket) for bucket in self.buckets()}:
-                self._no_masks[num_rows] = self._put(np.zeros(self._mask_shape(num_rows), np.uint32))
+            for shape in {self._mask_shape(bucket) for bucket in self.buckets()}:
+                self._no_masks[shape] = self._put(np.zeros(shape, np.uint32))
         return self._last_tokens
 
-    def _mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Shape of the bit masks of allowed tokens of all data ranks, with `num_rows` rows per rank."""
-        return self._num_ranks * num_rows, -(-self._model.config.vocab_size // 32)
+    def _mask_shape(self, bucket: Bucket) -> tuple[int, int]:
+        """Shape of the bit masks of allowed tokens of all data ranks: one mask for each row of logits."""
+        return self._num_ranks * self._config.num_logits(bucket), -(-self._model.config.vocab_size // 32)
 
     def _put(self, array: np.ndarray) -> Array:
         """Copy an array to the devices, one part per data rank along axis 0."""
@@ -278,52 +318,143 @@ class Runner:
     def _compile(
         self, new: Mapping[Bucket, LayeredStep | None], on_compiled: OnCompiled | None = None
     ) -> dict[Bucket, Any]:
-        """Compile the step of each bucket: as one program, or as several programs if a `LayeredStep` is given.
-
-        A compiled step takes (weights, caches, last tokens, packed, edits, masks).
-        """
+        """Compile the programs of each bucket. Return the forward programs: one program per bucket, or several programs
+        if a `LayeredStep` is given. Store the other programs in `_shared`."""
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
         report = on_compiled or _ignore
         report(0, len(new))
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
-            compiled: dict[Bucket, Callable[[], Any]] = {}
+
+            def start(bucket: Bucket, lowered: jax.stages.Lowered) -> Future[Any]:
+                return threads.submit(lowered.compile, gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None)
+
+            results: dict[Bucket, Callable[[], Any]] = {}
+            shared: dict[SharedProgram, Future[Any]] = {}
             for bucket, layered in new.items():
-                options = gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None
-
-                def start(lowered: jax.stages.Lowered, options: Any = options) -> Future[Any]:
-                    return threads.submit(lowered.compile, options)
-
                 if layered is None:
-                    compiled[bucket] = start(self._lower(bucket, last_tokens)).result
+                    results[bucket] = start(bucket, self._lower("forward", bucket)).result
                 else:
                     with _without_source_lines():
-                        state = self._caches, last_tokens, self._edits, self._no_masks[self._config.num_rows(bucket)]
-                        compiled[bucket] = layered.compile(bucket, self._weights, *state, start)
-            steps: dict[Bucket, Any] = {}
-            for bucket, result in compiled.items():
-                steps[bucket] = result()
-                report(len(steps), len(new))
-            return steps
+                        state, start_part = (self._caches, last_tokens), functools.partial(start, bucket)
+                        results[bucket] = layered.compile(bucket, self._weights, *state, start_part)
+                for program in self._shared_programs(bucket):
+                    if program not in self._shared and program not in shared:
+                        shared[program] = start(program.bucket, self._lower(*program))
+            compiled: dict[Bucket, Any] = {}
+            for bucket, result in results.items():
+                compiled[bucket] = result()
+                if len(compiled) == len(new):
+                    self._shared |= {program: future.result() for program, future in shared.items()}
+                report(len(compiled), len(new))
+            return compiled
 
-    def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
-        """Trace and lower the step of a bucket. On a mesh the program is the part of each device."""
-        logits_of = self._logits_of if self._config.prompt_logprobs else None
-        function = functools.partial(self._function, self._step, self._config, bucket, logits_of=logits_of)
+    def _shared_programs(self, bucket: Bucket) -> list[SharedProgram]:
+        """Return the programs of steps of a bucket besides `forward`."""
+        programs = [self._shared_program("propose", bucket)] if has_drafts(bucket) else []
+        if bucket.prefill_tokens:
+            programs.append(self._shared_program("score", bucket))
+        return [*programs, self._shared_program("sample", bucket)]
+
+    def _shared_program(self, name: ProgramName, bucket: Bucket) -> SharedProgram:
+        """Return the key of a program of a bucket in `_shared`.
+
+        Without speculation, `sample` depends only on the number of rows. With speculation it updates the proposer's
+        state with all tokens of the step.
+        """
+        match name:
+            case "propose":
+                return SharedProgram(name, dataclasses.replace(bucket, prefill_tokens=0, all_logits=False))
+            case "score":
+                return SharedProgram(name, Bucket(0, bucket.prefill_tokens))
+            case _ if self._config.speculate is None:
+                return SharedProgram(name, Bucket(self._config.num_rows(bucket), 0))
+            case _:
+                return SharedProgram(name, dataclasses.replace(bucket, all_logits=False))
+
+    def _lower(self, name: ProgramName, bucket: Bucket) -> jax.stages.Lowered:
+        """Trace and lower a program. On a mesh it is the part of each device.
+
+        Args:
+          name: name of the program.
+          bucket: sizes of the program, from `_shared_program`; for "forward" the bucket of the step.
+        """
+        config, last_tokens = self._config, self._allocate()
+        drafting = config.speculate is not None
+        caches, state, edits = self._state_specs
+        own: Any = (config,) if name == "sample" and not drafting else (config, bucket)
+        arguments: tuple[Any, ...]
+        match name:
+            case "propose":
+                function, donated = speculative.propose, (1,)
+                arguments = self._proposer_weights, last_tokens, self._packed_shape(bucket)
+                specs = (state, _OF_RANKS), (_OF_RANKS, _READ, state)
+            case "forward":
+                function, donated = speculative.forward if drafting else plain.forward, (1,)
+                own = self._step, *own
+                packed, drafts = self._packed_shape(bucket), self._draft_shapes(bucket)
+                arguments = self._weights, self._caches, last_tokens, packed, drafts
+                outputs = StepOutputs(*[_OF_RANKS] * len(StepOutputs._fields))._replace(prompt_logits=_READ)
+                specs = (caches, state, _OF_RANKS, _OF_RANKS), (outputs, caches)
+            case "score":
+                function, donated, own = plain.score_prompts, (), (self._logits_of, config)
+                tokens = self._shape(jnp.int32, bucket.prefill_tokens)
+                arguments = self._weights, self._hidden_shape(bucket.prefill_tokens), tokens
+                specs = (_OF_RANKS, _OF_RANKS), _READ
+            case "sample":
+                function, donated = speculative.sample if drafting else plain.sample, (1, 2, 3)
+                moved, of_moved = (self._caches, caches) if self._moves_tokens(bucket) else ((), ())
+                shapes, masks = self._output_shapes(bucket), self._no_masks[self._mask_shape(bucket)]
+                inputs = shapes, self._draft_shapes(bucket), masks
+                arguments = self._proposer_weights, moved, last_tokens, self._edits, *inputs
+                specs = (of_moved, state, edits, *[_OF_RANKS] * 3), (_READ, _READ, of_moved, state, edits)
+        of_program = functools.partial(function, *own)
         if self._mesh is not None:
-            of_ranks = PartitionSpec(DATA)
-            caches, last, edits = self._state_specs
-            arguments = specs_of(self._all_weights()), caches, last, of_ranks, edits, of_ranks
-            if self._processes is not None:  # every process reads the tokens of all ranks
-                function = _gathering(function)
-            read = of_ranks if self._processes is None else PartitionSpec()
-            function = over_mesh(function, self._mesh, arguments, (read, read, read, *self._state_specs))
-        size = self._num_ranks * PackedStep.size(self._config, bucket)
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
-        masks = self._no_masks[self._config.num_rows(bucket)]
-        donating = jax.jit(function, donate_argnums=(1, 2, 4))
+            of_arguments, of_results = specs
+            if self._processes is not None:
+                of_program = _gathering(of_program, of_results)
+            read = _OF_RANKS if self._processes is None else PartitionSpec()
+            of_results = jax.tree.map(lambda spec: read if spec is _READ else spec, of_results)
+            of_program = over_mesh(of_program, self._mesh, (specs_of(arguments[0]), *of_arguments), of_results)
         with _without_source_lines():
-            return donating.lower(self._all_weights(), self._caches, last_tokens, packed, self._edits, masks)
+            return jax.jit(of_program, donate_argnums=donated).lower(*arguments)
+
+    def _shape(self, dtype: Any, rows: int, *dims: int) -> jax.ShapeDtypeStruct:
+        """Shape of an argument of a program with `rows` rows for each data rank."""
+        return jax.ShapeDtypeStruct((self._num_ranks * rows, *dims), dtype, sharding=self._placement)
+
+    def _packed_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        return self._shape(jnp.int32, PackedStep.size(self._config, bucket))
+
+    def _hidden_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        return self._shape(self._model.embed_tokens.dtype, num_tokens, self._model.config.hidden_size)
+
+    def _draft_shapes(self, bucket: Bucket) -> Drafts | None:
+        """Shapes of the result of `propose`; None for a bucket without drafts."""
+        if not has_drafts(bucket):
+            return None
+        drafts: Any = self._shape(jnp.int32, bucket.decode_rows, bucket.num_drafts)
+        counts: Any = self._shape(jnp.int32, bucket.decode_rows)
+        is_tree = self._config.speculate is not None and self._config.speculate.proposer.makes_trees
+        return Drafts(drafts, counts, drafts if is_tree else None)
+
+    def _output_shapes(self, bucket: Bucket) -> StepOutputs:
+        """Shapes of the outputs of `forward` that `sample` needs."""
+        config, num_logits = self._config, self._config.num_logits(bucket)
+        logits = self._shape(jnp.float32, num_logits, self._model.config.vocab_size)
+        if config.speculate is None:
+            return StepOutputs(self._shape(jnp.int32, RowParameters.size(config, num_logits)), logits)
+        packed = self._packed_shape(bucket)
+        if not config.speculate.proposer.needs_hidden:
+            return StepOutputs(packed, logits)
+        num_decode = bucket.decode_rows * (1 + bucket.num_drafts)
+        hidden = self._hidden_shape(bucket.prefill_tokens) if bucket.prefill_tokens else None
+        return StepOutputs(packed, logits, hidden, self._hidden_shape(num_decode))
+
+    def _moves_tokens(self, bucket: Bucket) -> bool:
+        """Whether `sample` moves the cache entries of accepted drafts, which it does if the drafts form trees."""
+        speculate = self._config.speculate
+        return speculate is not None and speculate.proposer.makes_trees and has_drafts(bucket)
 
     def _logits_of(self, weights: Any, hidden: Array) -> Array:
         """Return the logits of hidden states after the final norm."""
@@ -370,142 +501,175 @@ class Runner:
     ) -> StepResult:
         """Start a step and return without waiting for it. The device runs steps in launch order.
 
+        If a row of the step needs a token mask, its tokens are not sampled yet: call `sample`.
+
         If this raises, the caches may be invalid: call `reset`.
 
         Args:
           plans: plan of each data rank; None for a rank without rows. At least one has rows.
           all_logits: whether to return the logits of all prefill tokens.
           rows: int32 page rows of each cache group, to be copied layer by layer.
-          on_layer: function that receives these copies; None for a step in one program. It requires one device, no
-            drafts, and `cut_steps`.
+          on_layer: function that receives these copies; None to run the forward pass without copies. It requires one
+            device, no drafts, and `cut_steps`.
         """
         bucket = self.bucket_of(plans, all_logits)
-        if on_layer is not None:
-            return self._launch_layers(plans, bucket, rows, on_layer)
-        self.compile([bucket])
-        self._write_slots(plans)
-        packed, masks = self._pack(bucket, plans), self._masks(bucket, plans)
-        if self._processes is None:
-            results = self._run(self._compiled[bucket], packed, bucket, masks)
-            read: Callable[[Array], np.ndarray] = np.asarray
+        copy, last = None, range(0)
+        if on_layer is None:
+            self.compile([bucket])
+            forward = self._compiled[bucket]
         else:
-            contents = [packed.tobytes(), *([] if masks is None else [masks.tobytes()])]
-            read = self._processes.announce(f"step {self._num_steps}", repr(bucket).encode(), *contents)
-            with self._processes.blamed():
-                results = self._run(self._compiled[bucket], packed, bucket, masks)
-        return self._launched(plans, bucket, results, read)
-
-    def _launch_layers(
-        self,
-        plans: Sequence[StepPlan | None],
-        bucket: Bucket,
-        rows: Sequence[np.ndarray],
-        on_layer: OnLayer,
-    ) -> StepResult:
-        """Start a step as several programs of consecutive layers, and copy page rows after each program."""
-        step = self.compile_layers([bucket]).compiled[bucket]
-        copying = copying_rows(rows, self._config.groups or (), on_layer)
-        self._write_slots(plans)
-        packed, masks = self._pack(bucket, plans), self._masks(bucket, plans)
-        results = self._run(functools.partial(step, on_program=copying), packed, bucket, masks)
-        return self._launched(plans, bucket, results)
-
-    def _launched(
-        self,
-        plans: Sequence[StepPlan | None],
-        bucket: Bucket,
-        results: tuple[Array, Array, Array | None],
-        read: Callable[[Array], np.ndarray] = np.asarray,
-    ) -> StepResult:
-        """Start the copies of the results of a step to the host."""
-        tokens, logprobs, logits = results
+            step = self.compile_layers([bucket]).compiled[bucket]
+            copy, last = copying_rows(rows, self._config.groups or (), on_layer), step.layer_ranges[-1]
+            forward = functools.partial(step, on_program=copy)
+        packed, writes = self._pack(bucket, plans), self._slot_writes(plans)
+        read: Callable[[Array], np.ndarray] = np.asarray
+        if self._processes is not None:
+            contents = repr(bucket).encode(), packed.tobytes(), *(write.tobytes() for write in writes)
+            read = self._processes.announce(f"step {self._num_steps}", *contents)
         self._num_steps += 1
-        tokens.copy_to_host_async()
-        wants = any(
-            plan.wants_prompt_logprobs or any(row.request.flags & RowFlags.LOGPROBS for row in plan.sampling_rows)
-            for plan in plans
-            if plan is not None
-        )
-        if wants:
-            logprobs.copy_to_host_async()
-        speculates = self._config.speculate is not None
-        return StepResult(tuple(plans), tokens, bucket, logits, speculates, read, logprobs if wants else None)
+        with self._blamed():
+            for write in writes:
+                self._edits = self._write_slot(self._edits, self._put(write))
+            unsampled = self._run_forward(forward, bucket, plans, packed)
+            words = self._score(bucket, plans, unsampled.outputs)
+            speculates, logits = self._config.speculate is not None, unsampled.outputs.prompt_logits
+            result = StepResult(tuple(plans), bucket, logits, words, speculates, read, unsampled)
+            if not has_masks(plans):
+                self._sample(result, None)
+            elif unsampled.for_host is not None and needs_drafts(plans):
+                unsampled.for_host.copy_to_host_async()
+        if copy is not None:
+            copy(last, self._caches[last.start :])
+        return result
 
-    def _write_slots(self, plans: Sequence[StepPlan | None]) -> None:
-        """Write the state of the request slots whose prompt ends in this step and that need a state."""
-        model = self._model.config
+    def sample(self, result: StepResult) -> FilterErrors:
+        """Sample the tokens of a step whose rows need token masks. The host has read the tokens of all earlier steps.
+
+        If this raises, the caches may be invalid: call `reset`.
+
+        Returns:
+          The requests whose token filter failed. Their tokens in this step are not valid.
+        """
+        if result.unsampled is None:
+            raise ValueError("step: expected a step whose tokens are not sampled")
+        bucket, for_host, drafts = result.bucket, result.unsampled.for_host, None
+        if for_host is not None and needs_drafts(result.plans):
+            drafts = np.asarray(for_host) if self._processes is None else self._processes.read(for_host)
+        shape = self._mask_shape(bucket)
+        masks, errors = step_masks(result.plans, bucket, shape, drafts, self._model.config.eos_token_ids)
+        if self._processes is not None:
+            result.read = self._processes.announce(f"token masks {self._num_steps - 1}", masks.tobytes())
+        with self._blamed():
+            self._sample(result, masks)
+        return errors
+
+    def _blamed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._processes is None else self._processes.blamed()
+
+    def _run_forward(
+        self,
+        forward: Callable[..., Any],
+        bucket: Bucket,
+        plans: Sequence[StepPlan | None],
+        packed: Int32[np.ndarray, "n"],
+    ) -> Unsampled:
+        """Start the programs `propose` and `forward` of a step."""
+        on_devices, last_tokens = self._put(packed), self._allocate()
+        drafts = for_host = None
+        if has_drafts(bucket):
+            program, of_decode = self._shared_program("propose", bucket), on_devices
+            if bucket.prefill_tokens:
+                decode = [plan and plan.without_prefill() for plan in plans]
+                of_decode = self._put(self._pack(program.bucket, decode))
+            arguments = self._proposer_weights, last_tokens, of_decode
+            drafts, for_host, last_tokens = self._shared[program](*arguments)
+            self._last_tokens = last_tokens
+        outputs, self._caches = forward(self._weights, self._caches, last_tokens, on_devices, drafts)
+        return Unsampled(outputs, drafts, for_host)
+
+    def _score(self, bucket: Bucket, plans: Sequence[StepPlan | None], outputs: StepOutputs) -> Array | None:
+        """Start the program for log probabilities of prompt tokens, if a request wants them."""
+        if not any(plan.wants_prompt_logprobs for plan in plans if plan is not None):
+            return None
+        tokens = np.full((self._num_ranks, bucket.prefill_tokens), -1, np.int32)
+        for of_rank, plan in zip(tokens, plans, strict=True):
+            begin = 0
+            for row in () if plan is None else plan.prefill:
+                known = row.request.token_ids[row.start + 1 : row.start + 1 + row.num_scored]
+                of_rank[begin : begin + len(known)] = known
+                begin += row.num_tokens
+        score = self._shared[self._shared_program("score", bucket)]
+        words = score(self._weights, outputs.prompt_hidden, self._put(tokens.reshape(-1)))
+        words.copy_to_host_async()
+        return words
+
+    def _sample(self, result: StepResult, masks: np.ndarray | None) -> None:
+        """Start the program that samples, and the copies of its results to the host."""
+        if result.unsampled is None:
+            raise ValueError("step: expected a step whose tokens are not sampled")
+        result.tokens, logprobs = self._run_sample(result.bucket, result.unsampled, masks)
+        result.unsampled = None  # release the logits
+        result.tokens.copy_to_host_async()
+        rows = (row for plan in result.plans if plan is not None for row in plan.sampling_rows)
+        if any(row.request.flags & RowFlags.LOGPROBS for row in rows):
+            logprobs.copy_to_host_async()
+            result.logprobs = logprobs
+
+    def _run_sample(self, bucket: Bucket, unsampled: Unsampled, masks: np.ndarray | None) -> tuple[Array, Array]:
+        """Start the program that samples. Return the tokens and their log probabilities."""
+        program = self._shared[self._shared_program("sample", bucket)]
+        speculate, moves = self._config.speculate, self._moves_tokens(bucket)
+        of_masks = self._no_masks[self._mask_shape(bucket)] if masks is None else self._put(masks)
+        needs_hidden = speculate is not None and speculate.proposer.needs_hidden
+        state = self._caches if moves else (), self._last_tokens, self._edits
+        inputs = unsampled.outputs.for_sampling(needs_hidden=needs_hidden), unsampled.drafts, of_masks
+        results = program(self._proposer_weights, *state, *inputs)
+        tokens, logprobs, caches, self._last_tokens, self._edits = results
+        if moves:
+            self._caches = caches
+        return tokens, logprobs
+
+    def _slot_writes(self, plans: Sequence[StepPlan | None]) -> list[np.ndarray]:
+        """Return the arguments of the writes of request slots whose prompt ends in this step and that need a state. The
+        program that writes them is compiled."""
+        model, writes = self._model.config, []
         for rank, plan in enumerate(plans):
             for row in () if plan is None else plan.prefill:
                 if row.samples and row.request.flags & (RowFlags.PENALTIES | RowFlags.TOKENS):
-                    self.compile_writes()
-                    self._allocate()
                     for write in pack_writes(row.request, row.request_slot, model.eos_token_ids, model.vocab_size):
                         packed = np.full((self._num_ranks, write_size()), -1, np.int32)  # a negative slot: no write
                         packed[rank] = write
-                        self._edits = self._write_slot(self._edits, self._put(packed.reshape(-1)))
-
-    def _masks(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> np.ndarray | None:
-        """Return the bit masks of allowed tokens, uint32 [ranks · rows, W]; None if no row has a token filter.
-
-        Raises:
-          ValueError: a token filter returned an array of another shape or dtype.
-        """
-        num_rows = self._config.num_rows(bucket)
-        shape = self._mask_shape(num_rows)
-        masks: np.ndarray | None = None
-        for rank, plan in enumerate(plans):
-            begun = [] if plan is None else [*enumerate(plan.decode), *enumerate(plan.prefill, bucket.decode_rows)]
-            for i, row in begun:
-                request = row.request
-                if not row.samples or request.token_filter is None:
-                    continue
-                masks = np.zeros(shape, np.uint32) if masks is None else masks
-                try:
-                    mask = request.token_filter.allowed(request.output_ids)
-                except Exception as error:
-                    error.add_note(f"token_filter of request {request.request_id!r}")
-                    raise
-                found = getattr(mask, "dtype", None), getattr(mask, "shape", None)
-                if mask is not None and found != (np.uint32, shape[1:]):
-                    got = reprlib.repr(mask) if found[1] is None else f"{found[0]} {[*found[1]]}"
-                    of = f"for request {request.request_id!r}"
-                    raise ValueError(f"token_filter: expected masks uint32 [{shape[1]}], got {got} {of}")
-                masks[rank * num_rows + i] = np.uint32(2**32 - 1) if mask is None else mask
-        return masks
+                        writes.append(packed.reshape(-1))
+        if writes:
+            self.compile_writes()
+            self._allocate()
+        return writes
 
     def run_idle(self, bucket: Bucket) -> None:
         """Run a compiled bucket without rows and wait for it. Caches and tokens do not change."""
         self._run_idle(bucket, self._compiled[bucket])
 
-    def _run_idle(self, bucket: Bucket, step: Any) -> None:
-        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks), bucket))
+    def _run_idle(self, bucket: Bucket, forward: Callable[..., Any]) -> None:
+        """Run all programs of a step without rows and wait for them."""
+        plans = [None] * self._num_ranks
+        unsampled = self._run_forward(forward, bucket, plans, self._pack(bucket, plans))
+        results = [self._run_sample(bucket, unsampled, None)]
+        if bucket.prefill_tokens:
+            tokens = self._put(np.full(self._num_ranks * bucket.prefill_tokens, -1, np.int32))
+            score = self._shared[self._shared_program("score", bucket)]
+            results.append(score(self._weights, unsampled.outputs.prompt_hidden, tokens))
+        jax.block_until_ready(results)
 
-    def _all_weights(self) -> Any:
-        """Return the target's weights; with speculation (target's, proposer's). A proposer may replace its weights
-        between steps."""
-        speculate = self._config.speculate
-        return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
+    @property
+    def _proposer_weights(self) -> Any:
+        """Weights of the proposer; () without speculation. A proposer may replace its weights between steps."""
+        return () if self._config.speculate is None else self._config.speculate.proposer.weights
 
     def _pack(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> Int32[np.ndarray, "n"]:
         """Pack the metadata of all data ranks into one array."""
         idle = StepPlan((), (), self._config.empty_tables)
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
-        if any(plan is not None and plan.wants_prompt_logprobs for plan in plans):
-            for packed in of_ranks:  # all devices must agree whether they compute logits of prompt tokens
-                PackedStep.of(self._config, bucket, packed).wants_prompt_logprobs[:] = 1
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
-
-    def _run(
-        self, step: Callable[..., Any], packed: Int32[np.ndarray, "n"], bucket: Bucket, masks: np.ndarray | None = None
-    ) -> tuple[Array, Array, Array | None]:
-        """Start a compiled step. Return its sampled tokens, their log probabilities, and its logits if the bucket has
-        all_logits."""
-        on_devices, last_tokens = self._put(packed), self._allocate()
-        of_masks = self._no_masks[self._config.num_rows(bucket)] if masks is None else self._put(masks)
-        tokens, logprobs, logits, self._caches, self._last_tokens, self._edits = step(
-            self._all_weights(), self._caches, last_tokens, on_devices, self._edits, of_masks
-        )
-        return tokens, logprobs, logits
 
 
 @contextlib.contextmanager
@@ -529,12 +693,12 @@ def _is_on_gpu(arrays: Any) -> bool:
     return all(device.platform == "gpu" for device in jax.tree.leaves(arrays)[0].devices())
 
 
-def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the step return the tokens, log probabilities and logits of all data ranks on every device."""
+def _gathering(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """Make a program return the results whose entry of `specs` is `_READ` for all data ranks on every device."""
+    everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
 
-    def gathered(*arguments: Any) -> tuple[Any, ...]:
-        *read, caches, last_tokens, edits = function(*arguments)
-        everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
-        return *jax.tree.map(everyone, read), caches, last_tokens, edits
+    def gathered(*arguments: Any) -> Any:
+        results = function(*arguments)
+        return jax.tree.map(lambda spec, x: jax.tree.map(everyone, x) if spec is _READ else x, specs, results)
 
     return gathered

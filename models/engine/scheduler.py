@@ -60,10 +60,6 @@ class Scheduler:
     in flight. After these, the request is admitted again as soon as every cache group has room for all its tokens. The
     tokens that the prefix cache does not have are then computed again.
 
-    Token filters. The token filter of a request needs all tokens of the request. A request with a token filter is
-    therefore not scheduled while one of its tokens is in flight: next to other requests, it has a row in every second
-    step. It has no drafts.
-
     Progress. The oldest running request can preempt all others. When no other request runs, the size of its prompt
     chunks is limited to the free pages. Therefore it reaches its end, or the length that the pools can hold.
 
@@ -269,11 +265,11 @@ class Scheduler:
         else:
             self._draft_control.record_time(num_rows, num_drafts, seconds)
 
-    def abort(self, request_id: int | str) -> bool:
+    def abort(self, request_id: int | str, reason: FinishReason = "abort") -> bool:
         """End a waiting or running request. Return False if the request is unknown or has finished."""
         if request_id not in self._requests:
             return False
-        self._finish(self._requests[request_id], "abort")
+        self._finish(self._requests[request_id], reason)
         return True
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
@@ -323,8 +319,6 @@ class Scheduler:
             request
             for request in self._running
             if not request.is_prefilling and not self._is_full_length(request, request.num_tokens)
-            # The mask of a token filter depends on all earlier tokens, so the host must have read them.
-            if request.token_filter is None or not request.num_in_flight
         ]
         wanted = 0 if self._draft_control is None else self._draft_control.num_drafts(decoding)
         # Every request gets a page for its next token before any request gets pages for drafts.
@@ -445,11 +439,8 @@ class Scheduler:
         """Allocate free pages for drafts of a decode row. The row already has a page for its token.
 
         Returns:
-            Number of drafts: `wanted`, or fewer if the request ends before; 0 if too few pages are free, or if the
-            request has a token filter, whose masks after the drafts are unknown.
+            Number of drafts: `wanted`, or fewer if the request ends before; 0 if too few pages are free.
         """
-        if request.token_filter is not None:
-            return 0
         num_drafts = max(min(wanted, self._limit(request) - request.num_tokens - 1), 0)
         return num_drafts if num_drafts and self._allocate(request, self._end_of_row(request, num_drafts)) else 0
 
@@ -512,10 +503,9 @@ class Scheduler:
             token: A sampled token.
             num_tokens: Length of the sequence including this token.
         """
-        params = request.params
         if token == NONFINITE:
             return "nonfinite"
-        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
+        if request.ends_with(token, self._eos_token_ids):
             return "stop"
         return "length" if self._is_full_length(request, num_tokens) else None
 

@@ -287,11 +287,11 @@ class LLM:
         self._check_open()
         while self._abandoned:
             self._drop(self._abandoned.pop())
+        aborted = (sequence for request_id, sequence in self._open.items() if self.engine.has_ended(request_id))
+        self._ended.extend([sequence for sequence in aborted if sequence not in self._ended])  # by a call of `engine`
         self._settle_ended()
         if self.engine.has_unfinished:
             self.engine.step()
-        else:  # requests that were ended by a call of `engine`
-            self._ended.extend(sequence for sequence in self._open.values() if sequence not in self._ended)
         self._settle_ended()
 
     def close(self) -> None:
@@ -444,6 +444,8 @@ class LLM:
         if text.finish_reason is None or text.token_ids != result.output_ids[:length]:
             # The request was aborted, or an exception interrupted the engine just before it called `_receive`.
             sequence.text = self._decoded(text, result)
+        if result.error is not None:
+            sequence.text.stop_reason = str(result.error)
         if sequence.grammar is not None and sequence.grammar.error is not None:
             sequence.text.finish_reason, sequence.text.stop_reason = "abort", sequence.grammar.error
         sequence.result = result
@@ -508,6 +510,7 @@ class LLM:
             timing=OutputTimes(
                 first_token_s=first,
                 total_s=None if result is None or first is None else first + sum(result.itl_s[: number - 1]),
+                queue_s=None if result is None else result.queue_s,
             ),
         )
 
@@ -610,7 +613,7 @@ def _receive(
     if sequence is None or sequence.text.finish_reason is not None:  # aborted, or ended by a stop text
         return
     if token == NONFINITE:
-        sequence.text.end("nonfinite")
+        sequence.text.end(reason or "nonfinite")
     else:
         sequence.text.add(token, reason)
     if sequence.text.finish_reason is not None:

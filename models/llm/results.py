@@ -33,10 +33,12 @@ class OutputTimes:
     Attributes:
       first_token_s: from the start of the request to the first token; None without tokens.
       total_s: from the start of the request to the last token; None without tokens.
+      queue_s: from the start of the request to the planning of its first step; None before.
     """
 
     first_token_s: float | None
     total_s: float | None
+    queue_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Completion:
       text: the text, without the text of `SamplingParams.stop` that ended it, unless it is included.
       token_ids: generated tokens, including the token that ended the text.
       finish_reason: "stop": an end-of-sequence token, a stop token, or a text of `SamplingParams.stop`. "length": the
-        limit on tokens. "nonfinite": the logits were NaN or infinite. "abort": aborted, or the grammar became too
-        complex. None: not finished.
+        limit on tokens. "nonfinite": the logits were NaN or infinite. "filter_error": a token filter raised an
+        exception. "abort": aborted, or the grammar became too complex. None: not finished.
       stop_reason: the text of `SamplingParams.stop` or the token of `SamplingParams.stop_token_ids` that ended the
-        text; llguidance's message if the grammar became too complex; None for an end-of-sequence token and other
-        reasons.
+        text; message of the exception of a token filter; llguidance's message if the grammar became too complex; None
+        for an end-of-sequence token and other reasons.
       cumulative_logprob: sum of the log probabilities of the tokens; None without `SamplingParams.logprobs`.
       logprobs: log probabilities for each token; None without `SamplingParams.logprobs`.
       cached_tokens: number of prompt tokens whose keys and values were found in the prefix cache.

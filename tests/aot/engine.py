@@ -1,4 +1,5 @@
-"""Compile-gate cases of whole engine steps. Every step must be one CUDA graph.
+"""Compile-gate cases of the programs of engine steps: `forward`, `propose`, `sample` and `score_prompts`. Every program
+except `score_prompts` must be one CUDA graph.
 
 A bucket is the size of a step: number of decode rows, prompt tokens and drafts per row. The models have the widths of
 published models and few layers: DeepSeek-V2-Lite (one dense layer, two with experts), gpt-oss-20b (with its sliding
@@ -23,10 +24,12 @@ from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket, EngineConfig, RunnerConfig
 from pallas_attn.models.engine.group_sizes import group_sizes
 from pallas_attn.models.engine.logit_edits import EditState
-from pallas_attn.models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
+from pallas_attn.models.engine.speculation import step as speculative
+from pallas_attn.models.engine.speculation.step import Drafts, allocate_state, has_drafts, proposer_sizes
+from pallas_attn.models.engine.step import plain
 from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range
-from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import run_step
+from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
+from pallas_attn.models.engine.step.plain import StepOutputs
 from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot.case import Case, deferred, on_b200, shape
 
@@ -61,37 +64,120 @@ SIZES = RunnerConfig(
 
 
 @deferred
-def step(
+def forward(
     config: ModelConfig,
     bucket: Bucket,
     settings: AttentionSettings = AttentionSettings(),
     speculate: Speculation | None = None,
     temporaries: int = 512 * 2**20,
 ) -> Case:
-    """Return the case of the step of a bucket.
+    """Return the case of the forward program of a bucket.
 
     `temporaries` limits its temporary memory in bytes. The default allows activations, up to the activations of all
     experts for all rows, but no copy of a cache.
     """
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     sizes = _sizes(config, speculate)
-    arguments = _arguments(model, sizes, bucket)
 
-    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any, edits: Any, masks: Any) -> Any:
-        (run, _), state = split_model(model), (caches, last_tokens, packed, edits, masks)
-        if speculate is not None:
-            return run_speculative_step(run, sizes, bucket, (weights, ()), *state)
-        return run_step(run, sizes, bucket, weights, *state)
+    def call(weights: Any, caches: Any, last_tokens: Any, packed: Any, drafts: Any) -> Any:
+        run, _ = split_model(model)
+        function = plain.forward if speculate is None else speculative.forward
+        return function(run, sizes, bucket, weights, caches, last_tokens, packed, drafts)
 
     return Case(
         call,
-        arguments,
+        _arguments(model, sizes, bucket) | {"drafts": _drafts(bucket, speculate)},
         cache="caches",
         donated=True,
         temporaries=temporaries,
         one_graph=True,
         output=_packed_output(config, bucket),
         options=gpu_options(bucket) | UNTIMED,
+    )
+
+
+@deferred
+def sample(config: ModelConfig, bucket: Bucket, speculate: Speculation | None = None, *, arrays: int) -> Case:
+    """Return the case of the sample program of a bucket. Its temporary memory is at most `arrays` arrays of logits."""
+    sizes, num_logits = _sizes(config, speculate), SIZES.num_logits(bucket)
+    model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))
+    of_step, moves = _arguments(model, sizes, bucket), speculate is not None and speculate.proposer.makes_trees
+    rows = shape(RowParameters.size(sizes, num_logits), dtype=jnp.int32) if speculate is None else of_step["packed"]
+    own: Any = (sizes,) if speculate is None else (sizes, bucket)
+
+    def call(caches: Any, last_tokens: Any, edits: Any, outputs: Any, drafts: Any, masks: Any) -> Any:
+        function: Any = plain.sample if speculate is None else speculative.sample
+        return function(*own, (), caches, last_tokens, edits, outputs, drafts, masks)
+
+    arguments = {
+        "caches": of_step["caches"] if moves else (),
+        "last_tokens": of_step["last_tokens"],
+        "edits": jax.eval_shape(lambda: EditState.allocate(sizes.max_num_seqs, config.vocab_size)),
+        "outputs": StepOutputs(rows, shape(num_logits, config.vocab_size, dtype=jnp.float32)),
+        "drafts": _drafts(bucket, speculate),
+        "masks": shape(num_logits, -(-config.vocab_size // 32), dtype=jnp.uint32),
+    }
+    # The state of the request slots is as large as the logits of 64 rows. XLA copies logits for conditionals, so copies
+    # of the state can be found only in programs with fewer rows.
+    cache = "caches" if moves else "edits" if num_logits < sizes.max_num_seqs else None
+    return Case(
+        call,
+        arguments,
+        cache=cache,
+        donated=cache is not None,
+        kernels=False,
+        tensor_cores=False,
+        temporaries=arrays * num_logits * config.vocab_size * 4,
+        one_graph=True,
+        options=gpu_options(bucket) | UNTIMED,
+    )
+
+
+@deferred
+def propose(config: ModelConfig, bucket: Bucket, speculate: Speculation) -> Case:
+    """Return the case of the program that proposes drafts."""
+    sizes = _sizes(config, speculate)
+
+    def call(last_tokens: Any, packed: Any) -> Any:
+        return speculative.propose(sizes, bucket, (), last_tokens, packed)
+
+    return Case(
+        call,
+        {"last_tokens": _last_tokens(config, sizes), "packed": _packed(sizes, bucket)},
+        cache="last_tokens",
+        donated=True,
+        kernels=False,
+        tensor_cores=False,
+        temporaries=64 * 2**20,
+        one_graph=True,
+        options=gpu_options(bucket) | UNTIMED,
+    )
+
+
+@deferred
+def score(config: ModelConfig, num_tokens: int) -> Case:
+    """Return the case of the program for log probabilities of prompt tokens. Its temporary memory is at most four
+    arrays of logits of 128 tokens."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)))
+    weights, structure = jax.tree.flatten(state)
+
+    def logits_of(weights: Any, hidden: Any) -> Any:
+        return nnx.merge(graph, jax.tree.unflatten(structure, weights)).logits(hidden)
+
+    def call(weights: Any, hidden: Any, tokens: Any) -> Any:
+        return plain.score_prompts(logits_of, SIZES, weights, hidden, tokens)
+
+    return Case(
+        call,
+        {
+            "weights": weights,
+            "hidden": shape(num_tokens, config.hidden_size),
+            "tokens": shape(num_tokens, dtype=jnp.int32),
+        },
+        kernels=False,
+        tensor_cores=False,
+        temporaries=4 * 128 * config.vocab_size * 4,
+        options=gpu_options(Bucket(0, num_tokens)) | UNTIMED,
     )
 
 
@@ -106,7 +192,6 @@ def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case
     layered = LayeredStep(model, sizes, num_programs)
     layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
     arguments["caches"] = arguments["caches"][: len(layers)]
-    del arguments["edits"], arguments["masks"]  # sampling is in another program
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
@@ -144,10 +229,21 @@ def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str,
         "weights": jax.tree.leaves(nnx.state(model)),
         "caches": jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
         "last_tokens": _last_tokens(model.config, sizes),
-        "packed": shape(PackedStep.size(sizes, bucket), dtype=jnp.int32),
-        "edits": jax.eval_shape(lambda: EditState.allocate(sizes.max_num_seqs, model.config.vocab_size)),
-        "masks": shape(sizes.num_rows(bucket), -(-model.config.vocab_size // 32), dtype=jnp.uint32),
+        "packed": _packed(sizes, bucket),
     }
+
+
+def _packed(sizes: RunnerConfig, bucket: Bucket) -> Any:
+    return shape(PackedStep.size(sizes, bucket), dtype=jnp.int32)
+
+
+def _drafts(bucket: Bucket, speculate: Speculation | None) -> Drafts | None:
+    if not has_drafts(bucket):
+        return None
+    drafts: Any = shape(bucket.decode_rows, bucket.num_drafts, dtype=jnp.int32)
+    counts: Any = shape(bucket.decode_rows, dtype=jnp.int32)
+    is_tree = speculate is not None and speculate.proposer.makes_trees
+    return Drafts(drafts, counts, drafts if is_tree else None)
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
@@ -186,22 +282,31 @@ class Forking(Proposer):
 DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
 DRAFTS, NGRAM, TREE = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4), Speculation(Forking(), 4)
 ENGINE = {
-    "engine-decode": step(V2_LITE, DECODE),
-    "engine-one-row": step(V2_LITE, Bucket(1, 0)),
-    "engine-mixed": step(V2_LITE, MIXED),
-    "engine-few-prompts": step(V2_LITE, Bucket(64, 512)),
+    "engine-decode": forward(V2_LITE, DECODE),
+    "engine-one-row": forward(V2_LITE, Bucket(1, 0)),
+    "engine-mixed": forward(V2_LITE, MIXED),
+    "engine-few-prompts": forward(V2_LITE, Bucket(64, 512)),
     "engine-piece": first_layers(V2_LITE, MIXED, 2),
     "engine-gpt-oss-piece": first_layers(GPT_OSS, MIXED, 2),
-    "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
-    "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
-    "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
-    # Verifying drafts takes up to six arrays of logits, each with 320 rows in float32: model's, edited, four to draw.
-    "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM, temporaries=768 * 2**20),
-    "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE, temporaries=768 * 2**20),
-    "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
-    "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1664 * 2**20),
-    "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
-    "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+    "engine-gpt-oss-decode": forward(GPT_OSS, DECODE),
+    "engine-gpt-oss-mixed": forward(GPT_OSS, MIXED),
+    "engine-head-windows-mixed": forward(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
+    "engine-drafts": forward(V2_LITE, DRAFTS, speculate=NGRAM),
+    "engine-tree": forward(V2_LITE, DRAFTS, speculate=TREE),
+    "engine-qwen3-tree": forward(QWEN3, DRAFTS, speculate=TREE),
+    "engine-gpt-oss-drafts": forward(GPT_OSS, DRAFTS, speculate=NGRAM),
+    "engine-batch-invariant": forward(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+    "engine-gpt-oss-batch-invariant": forward(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+    # Sampling takes up to seven arrays of logits: copies for conditionals, edited, and four to draw.
+    "engine-sample-one-row": sample(V2_LITE, Bucket(1, 0), arrays=6),
+    "engine-sample": sample(V2_LITE, DECODE, arrays=6),
+    "engine-gpt-oss-sample": sample(GPT_OSS, DECODE, arrays=6),
+    "engine-sample-drafts": sample(V2_LITE, DRAFTS, NGRAM, arrays=6),
+    "engine-sample-tree": sample(V2_LITE, DRAFTS, TREE, arrays=6),
+    "engine-gpt-oss-sample-drafts": sample(GPT_OSS, DRAFTS, NGRAM, arrays=7),
+    "engine-propose": propose(V2_LITE, DRAFTS, NGRAM),
+    "engine-propose-tree": propose(V2_LITE, DRAFTS, TREE),
+    "engine-score": score(V2_LITE, 2048),
 }
 MODELS = {"v2-lite": V2_LITE, "v3": DEEPSEEK_V3, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 BUCKETS = EngineConfig(num_pages=32768, page_size=64, max_num_seqs=64, max_batched_tokens=2048).runner_config(2**15)
@@ -210,25 +315,26 @@ IN_TRITON = AttentionSettings(implementation="triton")
 TRITON_ENGINE = {
     name: case.replace(kernels=False, tensor_cores=False)
     for name, case in {
-        "engine-triton-decode": step(SMALL_QWEN3, DECODE, IN_TRITON),
-        "engine-triton-mixed": step(QWEN3, MIXED, IN_TRITON),
+        "engine-triton-decode": forward(SMALL_QWEN3, DECODE, IN_TRITON),
+        "engine-triton-mixed": forward(QWEN3, MIXED, IN_TRITON),
     }.items()
 } | {
     f"sm89-engine-{name}": case.replace(kernels=False, tensor_cores=False, card="L4")
     for name, case in {
-        "v2-lite-decode": step(V2_LITE, DECODE, IN_TRITON),
-        "v2-lite-mixed": step(V2_LITE, MIXED, IN_TRITON),
-        "gpt-oss-decode": step(GPT_OSS, DECODE, IN_TRITON),
-        "gpt-oss-mixed": step(GPT_OSS, MIXED, IN_TRITON),
-        "qwen3-decode": step(QWEN3, DECODE, IN_TRITON),
+        "v2-lite-decode": forward(V2_LITE, DECODE, IN_TRITON),
+        "v2-lite-mixed": forward(V2_LITE, MIXED, IN_TRITON),
+        "gpt-oss-decode": forward(GPT_OSS, DECODE, IN_TRITON),
+        "gpt-oss-mixed": forward(GPT_OSS, MIXED, IN_TRITON),
+        "qwen3-decode": forward(QWEN3, DECODE, IN_TRITON),
     }.items()
 }
 SM100_ENGINE = on_b200(
     {name: ENGINE[name] for name in ("engine-head-windows-mixed", "engine-drafts", "engine-gpt-oss-drafts")}
     | {
-        f"engine-{name}-{bucket.decode_rows}-{bucket.prefill_tokens}": step(config, bucket, temporaries=2**30)
+        f"engine-{name}-{bucket.decode_rows}-{bucket.prefill_tokens}": forward(config, bucket, temporaries=2**30)
         for name, config in MODELS.items()
         for bucket in BUCKETS.buckets()
     }
+    | {f"engine-{name}-sample": sample(config, DECODE, arrays=6) for name, config in MODELS.items()}
 )
-"""Steps for a B200, including every bucket of an engine with default buckets for each of `MODELS`."""
+"""Programs for a B200, including every bucket of an engine with default buckets for each of `MODELS`."""

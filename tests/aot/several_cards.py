@@ -43,9 +43,8 @@ from pallas_attn.models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition
 from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.group_sizes import group_sizes
-from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import run_step
+from pallas_attn.models.engine.step.plain import StepOutputs, forward
 from tests.aot import device, engine
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
@@ -92,7 +91,8 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
 
 
 def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -> dict[str, int]:
-    """Return the number of collective operations, by name, in an engine step on two GPUs along the mesh axis `axis`."""
+    """Return the number of collective operations, by name, in the forward program of a step on two GPUs along the mesh
+    axis `axis`."""
     cards, settings, sizes = normal_mesh(mesh(axis)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
@@ -121,22 +121,19 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
     specs = [PartitionSpec(HEADS) if one.shape != own.shape else WHOLE for one, own in leaves]
     run, _ = split_model(model)
     weights = jax.tree.leaves(nnx.state(model))
-    arguments = (specs, caches, WHOLE, WHOLE, WHOLE, WHOLE)
+    arguments = (specs, caches, WHOLE, WHOLE)
     own = (
         weights,
         jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
         jax.ShapeDtypeStruct((sizes.max_num_seqs,), jnp.int32),
         jax.ShapeDtypeStruct((PackedStep.size(sizes, bucket),), jnp.int32),
-        jax.eval_shape(lambda: EditState.allocate(sizes.max_num_seqs, config.vocab_size)),
-        jax.ShapeDtypeStruct((sizes.num_rows(bucket), -(-config.vocab_size // 32)), jnp.uint32),
     )
 
     def step(*given: Any) -> Any:
-        return run_step(run, sizes, bucket, *given)
+        return forward(run, sizes, bucket, *given)
 
-    split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, WHOLE, caches, WHOLE, WHOLE))
-    specs_of_own = (*arguments[:4], jax.tree.map(lambda _: WHOLE, own[4]), WHOLE)
-    lowered = jax.jit(split, donate_argnums=(1, 2, 4)).lower(*jax.tree.map(shape, own, specs_of_own))
+    split = over_mesh(step, cards, arguments, (StepOutputs(*[WHOLE] * len(StepOutputs._fields)), caches))
+    lowered = jax.jit(split, donate_argnums=1).lower(*jax.tree.map(shape, own, arguments))
     return dict(Counter(collectives(str(lowered.compile(gpu_options(on_mesh=True)).as_text()))))
 
 

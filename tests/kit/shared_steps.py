@@ -49,9 +49,10 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         make_runner(self, model, config, processes)
         if config.speculate is None:  # the weights of a proposer are not part of the description
             ALIKE[self] = description(model, config)
+            _, self._shared = compiled_steps.setdefault(ALIKE[self], ({}, {}))
 
     def compiling(self: Runner, buckets: Sequence[Bucket], *rest: Any) -> None:
-        known = compiled_steps.setdefault(ALIKE[self], {}) if self in ALIKE else {}
+        known, _ = compiled_steps[ALIKE[self]] if self in ALIKE else ({}, {})
         self._compiled |= {bucket: known[bucket] for bucket in buckets if bucket in known}
         compile_steps(self, buckets, *rest)
         known |= self._compiled

@@ -48,7 +48,6 @@ SIZES: dict[str, Any] = {
     "max_model_len": 128,
     "decode_buckets": (4,),
     "prefill_buckets": (32,),
-    "prompt_logprobs": True,
 }
 """Options of `LLM` with which few steps are compiled."""
 

@@ -215,7 +215,8 @@ def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert cold[MISSES] == cold[REQUESTS] > 2
     assert "run_decode: compiled 2 programs in " in said
     names = [path.name for path in folder.iterdir()]
-    assert sum("run_step" in name and name.endswith("-cache") for name in names) == 2
+    for program, number in {"forward": 2, "score_prompts": 1, "sample": 1}.items():
+        assert sum(f"jit_{program}-" in name and name.endswith("-cache") for name in names) == number
     warm, printed_again, _ = run(folder, tmp_path, "--seed", 1)
     assert warm[HITS] == warm[REQUESTS] == cold[REQUESTS]
     assert MISSES not in warm

@@ -413,6 +413,23 @@ def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch):
     assert order == ["launch", *["launch", "read"] * 4, "read"]
 
 
+def test_queue_time_ends_with_the_first_step():
+    ample = engine("ample")
+    ids = [ample.add_request(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS]
+    assert [ample.output(i).queue_s for i in ids] == [None] * len(PROMPTS)
+    ample.step()
+    assert ample.output(ids[0]).queue_s is not None
+    assert ample.output(ids[-1]).queue_s is None
+    assert not ample.has_ended(ids[0])
+    while ample.has_unfinished:
+        ample.step()
+    assert ample.has_ended(ids[0])
+    outputs = [ample.output(i) for i in ids]
+    queued = [output.queue_s or 0.0 for output in outputs]
+    assert 0 < queued[0] < queued[-1]  # the last request waits for a request slot
+    assert all(0 < time < (output.ttft_s or 0.0) for time, output in zip(queued, outputs, strict=True))
+
+
 @pytest.mark.slow  # slow, because test_engine_windows.py and test_mesh.py have this test for other models
 def test_no_compilation_after_warmup():
     config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)

@@ -82,6 +82,7 @@ class FakeResult:
     plans: tuple[StepPlan, ...]
     rows: list[RowTokens]
     logits: None = None
+    is_sampled: bool = True
 
     def sampled(self) -> list[RowTokens]:
         return self.rows
@@ -324,7 +325,7 @@ DRAFTING = dataclasses.replace(SMALL, speculate=Speculation(Proposer(), 3, adapt
 
 def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -> Engine:
     monkeypatch.setattr(engine_module, "Runner", FakeRunner)
-    return Engine(model(), dataclasses.replace(config, prompt_logprobs=True))
+    return Engine(model(), config)
 
 
 def play(

@@ -31,6 +31,8 @@ from pallas_attn.models.engine.speculation.mtp import MTPState
 from pallas_attn.models.engine.verify import verify
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import CONFIG, DRAWN, GREEDY, MAX_TOKENS, VOCAB_SIZE, padded
+from tests.models.filter_case import Third
+from tests.models.sampling_oracle import PlainLoop
 from tests.models.step_case import Pages, step
 
 LAYER = dataclasses.replace(CONFIG, num_hidden_layers=1, first_k_dense_replace=2, num_nextn_predict_layers=1)
@@ -167,6 +169,21 @@ def test_output_equals_plain_decoding(params: SamplingParams):
     runs = [Decoded(prompt, output.output_ids, params) for prompt, output in zip(PROMPTS, outputs, strict=True)]
     assert [len(run.output_ids) for run in runs] == [MAX_TOKENS] * len(PROMPTS)
     assert verify(modules()[0], runs, max_len=drafting()[0].max_sequence_len).passed
+
+
+@pytest.mark.slow
+def test_drafts_of_filtered_requests():
+    engine, _ = drafting()
+    loop, params = PlainLoop(modules()[0]), dataclasses.replace(DRAWN, seed=2)
+    filters = [Third(), None, Third(), Third(), None]
+    ids = [engine.add_request(p, params, token_filter=f) for p, f in zip(PROMPTS, filters, strict=True)]
+    while engine.has_unfinished:
+        engine.step()
+    for i, prompt, token_filter in zip(ids, PROMPTS, filters, strict=True):
+        output = engine.output(i)
+        assert output.output_ids == loop.generate(prompt, params, token_filter and Third())
+        assert sum(output.drafted) > 0
+    assert sum(sum(engine.output(i).accepted) for i in ids) > 0
 
 
 @pytest.mark.slow

@@ -117,6 +117,13 @@ def test_invalid_settings_are_rejected(wrong, match):
         EngineConfig(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "rows"), [(1, (1,)), (3, (1, 3)), (10, (1, 4, 10)), (16, (1, 4, 16)), (50, (1, 4, 16, 32, 50))]
+)
+def test_default_numbers_of_decode_rows(max_num_seqs: int, rows: tuple[int, ...]):
+    assert EngineConfig(max_num_seqs=max_num_seqs).runner_config(64).decode_buckets == rows
+
+
 def test_max_model_len_above_the_model_is_rejected():
     with pytest.raises(ValueError, match="max_model_len"):
         Engine(model(), EngineConfig(max_model_len=129))

@@ -32,6 +32,7 @@ from pallas_attn.models.engine import (
 )
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE
+from tests.models.filter_case import Third
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
 from tests.models.transfer_peer import greet
 
@@ -435,7 +436,15 @@ def test_salts_and_refusals_are_transferred() -> None:
             remote.add_request(PROMPTS[4], PARAMS, request_id=i, salt=salt)
         with pytest.raises(ValueError, match="request_id: expected a new one, got 0 again"):
             remote.add_request(PROMPTS[4], request_id=0)
+        remote.add_request(PROMPTS[4], PARAMS, request_id="filtered", token_filter=Third())
+        with pytest.raises(ValueError, match="token_filter: expected an object with a method allowed, or None, got 5"):
+            remote.add_request(PROMPTS[4], request_id=9, token_filter=5)  # pyrefly: ignore[bad-argument-type]
         drive(remote, engine)
+        filtered = engine.add_request(PROMPTS[4], PARAMS, token_filter=Third())
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.output("filtered").output_ids == engine.output(filtered).output_ids
+        assert engine.output("filtered").output_ids != engine.output(0).output_ids
         outputs = [engine.output(i) for i in range(3)]
         assert [tuple(output.output_ids) for output in outputs] == [computed(LATENT_KIND)[1][4]] * 3
         assert [output.cached_tokens for output in outputs] == [48] * 3

@@ -124,6 +124,8 @@ def test_result_fields(llm):
     assert result.finished
     assert isinstance(output.timing, OutputTimes)
     first, total = output.timing.first_token_s, output.timing.total_s
+    assert output.timing.queue_s is not None
+    assert 0 <= output.timing.queue_s < (first or 0.0)
     assert first is not None
     assert total is not None
     assert 0 < first <= total
@@ -472,6 +474,16 @@ def test_request_that_is_aborted_in_the_engine_ends(llm):
     rest = list(stream)
     assert rest[-1].finish_reason == "abort"
     assert stream.generation.token_ids == [token for delta in (first, *rest) for token in delta.token_ids]
+
+
+def test_aborted_request_gets_its_last_delta_in_the_next_step(llm):
+    aborted, other = (llm.stream(text, SamplingParams(max_tokens=60)) for text in ("hello", "world"))
+    next(aborted)
+    llm.engine.abort(aborted._prompt.sequences[0].request_id)
+    llm.step()
+    assert aborted.take()[-1].finish_reason == "abort"
+    assert llm.has_unfinished
+    other.close()
 
 
 def test_nonfinite_logits_end_the_request(llm):

@@ -18,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.models.engine import ProcessError, Processes
+from pallas_attn.models.checkpoints import load_model
+from pallas_attn.models.engine import ProcessError, Processes, SamplingParams
 from pallas_attn.models.engine.distributed import processes
+from tests.models.filter_case import Third
 from tests.models.process_case import ROOT, WORKER, Group, fixture_group, free_port  # noqa: F401
+from tests.models.sampling_oracle import PlainLoop
 from tests.models.test_parity import GOLDENS, MARGIN, NAMES, golden
 
 TIMEOUT_S = 1.0
@@ -318,6 +321,34 @@ def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, 
     results = json.loads(out.read_text())
     expect_golden("llama", results, 24)
     assert len(results["run"]["drafted"]) == places
+
+
+FILTERED = """
+import sys
+from pallas_attn.models.engine import Engine
+from pallas_attn.models.cli.decode.command import main
+from tests.models.filter_case import Third
+
+add = Engine._add
+Engine._add = lambda *given, **named: add(*given, **{**named, "token_filter": Third(256)})
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_filtered_requests_with_drafts_in_two_processes(group: Group, tmp_path: Path):
+    """Every process computes the token masks of all requests, from the drafts of all data ranks."""
+    out, sizes = tmp_path / "out.json", ["--max-tokens", "16", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
+    started = commands("llama", "data=2,tensor=2", out, *sizes, "--speculate", "ngram:2")
+    group.start([["-c", FILTERED, *command[1:]] for command in started])
+    status, _, err = group.wait(0)
+    assert status == 0, err
+    assert group.wait(1)[:2] == (0, [])
+    results, loop = json.loads(out.read_text()), PlainLoop(load_model(GOLDENS / "llama", jnp.float32))
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    for prompt, request in zip(golden("llama").prompts, results["requests"], strict=True):
+        assert request["output_ids"] == loop.generate(prompt, params, Third(256))
+    assert sum(results["run"]["drafted"]) > 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """The runner: transfers to the device, padding of steps, and in-place updates of caches."""
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,14 @@ from pallas_attn.models.engine.compile_options import (
 )
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
+from pallas_attn.models.engine.logit_edits import pack_writes
 from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.runner import Runner
-from pallas_attn.models.engine.step.packed import PackedStep
+from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
 from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
 from tests.kit.shared_steps import ALIKE
 from tests.models.engine_case import CONFIG, compile_events, model
+from tests.models.filter_case import Third
 
 SIZES = RunnerConfig(
     num_pages=24,
@@ -92,7 +96,8 @@ def test_packed_step_unpacks_to_the_plan():
     np.testing.assert_array_equal(step.cu_q_lens, [0, 5, 7])
     np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
     np.testing.assert_array_equal(step.prefill_request_slots, [0, -1])
-    rows = step.sampling_rows()
+    parameters = step.row_parameters()
+    rows = RowParameters.of(SIZES, parameters.pack()).sampling_rows()
     np.testing.assert_array_equal(rows.temperature, np.array([0.5, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(rows.top_p, np.array([0.25, 0, 0, 0, 1, 1], np.float32))
     assert int(rows.seed[0]) == 2**32 - 1
@@ -148,21 +153,23 @@ def test_compiled_step_copies_no_cache(runner, bucket):
     """The output caches, and the states of request slots, of a compiled step use the memory of the donated ones, and
     none of them is copied."""
     runner.compile([bucket])
-    compiled, edits = runner._compiled[bucket], runner._edits
+    forward, sample = runner._compiled[bucket], runner._shared[runner._shared_program("sample", bucket)]
+    edits = runner._edits
     of_edits = sum(leaf.nbytes for leaf in jax.tree.leaves(edits))
-    assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes + of_edits
-    for dtype, shape in (
-        ("f32", (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)),
-        ("s32", edits.counts.shape),
-        ("s32", edits.ids.shape),
+    assert forward.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
+    assert sample.memory_analysis().alias_size_in_bytes >= of_edits
+    for program, dtype, shape in (
+        (forward, "f32", (SIZES.num_pages, SIZES.page_size, CONFIG.latent_width)),
+        (sample, "s32", edits.counts.shape),
+        (sample, "s32", edits.ids.shape),
     ):
-        copies = re.findall(rf"= {dtype}\[{','.join(map(str, shape))}\]\S* copy\(", compiled.as_text())
+        copies = re.findall(rf"= {dtype}\[{','.join(map(str, shape))}\]\S* copy\(", program.as_text())
         assert not copies
 
 
 def test_step_is_lowered_without_source_locations(runner):
     limit = jax.config.jax_traceback_in_locations_limit
-    text = runner._lower(Bucket(4, 8), runner._allocate()).as_text(debug_info=True)
+    text = runner._lower("forward", Bucket(4, 8)).as_text(debug_info=True)
     assert "mla_prefill/while" in text
     assert ".py" not in text
     assert jax.config.jax_traceback_in_locations_limit == limit > 0
@@ -177,6 +184,42 @@ def test_runner_can_start_over_after_a_failed_step(runner):
     runner.reset()
     assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # reset loses the last token of the decode row
     assert all(bool(jnp.all(jnp.isfinite(cache.pages))) for cache in runner._caches)
+
+
+class Recorded:
+    """Replacement of `Processes` that records what several processes compare."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, tuple[bytes, ...]]] = []
+        self.busy = self.blamed = contextlib.nullcontext
+
+    def announce(self, name: str, *contents: bytes) -> Callable[[jax.Array], np.ndarray]:
+        self.points.append((name, contents))
+        return np.asarray
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_several_processes_compare_all_arguments_of_a_step(runner):
+    """The arguments are the metadata of the step, the written states of request slots, and the token masks."""
+    processes, bucket = Recorded(), Bucket(4, 8)
+    runner.compile([bucket])
+    one = Runner(model(), SIZES, processes)  # pyrefly: ignore[bad-argument-type]
+    one._compiled, one._shared = runner._compiled, runner._shared
+    request = Request(0, tuple(range(20)), SamplingParams(logit_bias={3: 1.0}), token_filter=Third())
+    plan = dataclasses.replace(MIXED, prefill=(ScheduledRow(request, 0, 4, 5, samples=True), MIXED.prefill[1]))
+    result = one.launch([plan])
+    assert not result.is_sampled
+    with pytest.raises(ValueError, match="step: expected a step whose tokens are sampled"):
+        result.sampled()
+    assert one.sample(result) == []
+    (step, (of_bucket, packed, written)), (of_masks, (masks,)) = processes.points
+    assert (step, of_bucket.decode(), of_masks) == ("step 0", repr(bucket), "token masks 0")
+    assert packed == PackedStep.pack(SIZES, bucket, plan).tobytes()
+    assert written == pack_writes(request, 0, CONFIG.eos_token_ids, CONFIG.vocab_size)[0].tobytes()
+    expected = np.zeros((6, 2), np.uint32)
+    expected[4] = np.asarray(Third().allowed([]))
+    assert masks == expected.tobytes()
+    assert len(result.sampled()) == 2
 
 
 def test_padding_writes_nothing(runner):

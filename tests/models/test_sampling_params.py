@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,23 +25,10 @@ from pallas_attn.models.engine import (
 )
 from pallas_attn.models.engine.runner import Runner, StepResult
 from tests.models.engine_case import CONFIG, ENGINES, PROMPTS, VOCAB_SIZE, compile_events, engine, model, padded
+from tests.models.filter_case import Third
 from tests.models.sampling_oracle import PlainLoop
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
-
-
-class Third:
-    """Token filter that allows a third of the tokens, depending on all output tokens; all tokens after 5 and 9."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-
-    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
-        self.seen.append([*output_ids])
-        if len(output_ids) in (5, 9):
-            return None
-        bits = (np.arange(VOCAB_SIZE) + sum(output_ids)) % 3 == 0
-        return np.packbits(bits.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
 
 
 GREEDY = SamplingParams(max_tokens=14)
@@ -113,10 +99,12 @@ def test_prompts_in_the_prefix_cache_count_for_penalties():
     assert output.output_ids == loop().generate(PROMPTS[1], CASES["penalties"])
 
 
-def test_filtered_request_runs_in_every_second_step_and_others_in_every_step(monkeypatch: pytest.MonkeyPatch):
-    """The filter gets all output tokens before each of its tokens, once."""
+def test_filtered_request_runs_in_every_step(monkeypatch: pytest.MonkeyPatch):
+    """The filter gets all output tokens before each of its tokens, once. The device computes the logits of step n + 1
+    while the host reads step n and computes the masks of step n + 1."""
     small, token_filter, order = engine("short of pages"), Third(), [""][:0]
-    launch, sampled = Runner.launch, StepResult.sampled
+    launch, sampled, sample = Runner.launch, StepResult.sampled, Runner.sample
+    monkeypatch.setattr(Runner, "sample", lambda *given: (order.append("sample"), sample(*given))[1])
     monkeypatch.setattr(
         Runner,
         "launch",
@@ -128,12 +116,27 @@ def test_filtered_request_runs_in_every_second_step_and_others_in_every_step(mon
     monkeypatch.setattr(StepResult, "sampled", lambda result: (order.append("read"), sampled(result))[1])
     filtered, other = (output.output_ids for output in run(small, [GREEDY, GREEDY], [token_filter, None]))
     assert token_filter.seen == [filtered[:n] for n in range(len(filtered))]
-    launched = [rows for rows in order if rows != "read"]
-    assert order[:4] == [launched[0], launched[1], "read", launched[2]]  # step n + 1 starts before step n is read
-    in_prefill = next(n for n, rows in enumerate(launched) if "b" in rows)
-    together = launched[in_prefill : in_prefill + len(other)]
-    assert all("b" in rows for rows in together)
-    assert max(sum("a" in rows for rows in pair) for pair in itertools.pairwise(together)) == 1
+    launched = [rows for rows in order if rows not in ("read", "sample")]
+    assert len(launched) <= len(PROMPTS[1]) + len(other) + 2
+    both = [i for i, rows in enumerate(order) if rows == "ab"]
+    assert len(both) >= min(len(filtered), len(other)) - 2
+    assert all(order[i : i + 3] == ["ab", "read", "sample"] for i in both if i)
+
+
+def test_filtered_request_alone_gets_a_token_per_step():
+    small = engine("short of pages")
+    before = small.stats().num_steps
+    (output,) = run(small, [GREEDY], [Third()])
+    assert len(output.output_ids) == GREEDY.max_tokens
+    prefill = -(-(len(PROMPTS[0]) - output.cached_tokens) // small.config.max_batched_tokens)
+    assert small.stats().num_steps - before == prefill + GREEDY.max_tokens - 1
+
+
+def test_filtered_requests_use_the_prefix_cache():
+    small = engine("short of pages")
+    run(small, [GREEDY], [Third()])
+    (output,) = run(small, [DRAWN], [Third()])
+    assert output.cached_tokens == 16
 
 
 @pytest.mark.parametrize("name", ["penalties", "all"])
@@ -142,7 +145,6 @@ def test_drafts_change_no_token(name: str):
     drafting = speculating()
     params = [CASES[name], CASES["rewards"], GREEDY, CASES[name]]
     outputs = run(drafting, params, [None, None, None, Third()])
-    assert not any(outputs[3].drafted)
     drafted, accepted = (sum(sum(getattr(o, name)) for o in outputs) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
     prompt = PROMPTS[4]
@@ -150,15 +152,17 @@ def test_drafts_change_no_token(name: str):
     assert output.output_ids == loop().generate(prompt, CASES["rewards"])
     assert any(output.accepted)
     check_logprobs(output, prompt, 2)
+    filtered = drafting.add_request(prompt, CASES["minimum length"], token_filter=Third())
+    finish(drafting)
+    assert drafting.output(filtered).output_ids == loop().generate(prompt, CASES["minimum length"], Third())
+    assert any(drafting.output(filtered).drafted)
 
 
 @functools.cache
 def speculating() -> Engine:
     return Engine(
         model(),
-        dataclasses.replace(
-            padded(ENGINES["ample"]), speculate=Speculation(NGramProposer(), 3, adaptive=False), prompt_logprobs=True
-        ),
+        dataclasses.replace(padded(ENGINES["ample"]), speculate=Speculation(NGramProposer(), 3, adaptive=False)),
     )
 
 
@@ -210,30 +214,59 @@ def test_request_without_allowed_tokens_ends():
     assert other.output_ids == loop().generate(PROMPTS[0], CASES["all"])
 
 
-def test_masks_of_a_wrong_shape_are_rejected():
-    class Wrong:
-        def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
-            return np.zeros(3, np.uint32)
+class Failing:
+    """Token filter that raises an error, or returns an array of a wrong shape, for the token after two tokens."""
 
+    def __init__(self, error: Exception | None):
+        self.error = error
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+        if len(output_ids) < 2:
+            return None
+        if self.error is not None:
+            raise self.error
+        return np.zeros(3, np.uint32)
+
+
+@pytest.mark.parametrize("error", [KeyError("no state"), None], ids=["exception", "shape"])
+def test_failure_of_a_token_filter_ends_only_its_request(error: Exception | None):
     small = engine("short of pages")
-    request = small.add_request(PROMPTS[0], token_filter=Wrong(), request_id="wrong")
-    with pytest.raises(ValueError, match=r"token_filter: expected masks uint32 \[2\], got uint32 \[3\] for .*'wrong'"):
-        finish(small)
-    small.abort(request)
+    told: list[tuple[Any, ...]] = []
+    add = functools.partial(small.add_request, on_token=lambda *got: told.append(got))
+    failing = add(PROMPTS[0], GREEDY, token_filter=Failing(error))
+    other, filtered = add(PROMPTS[1], GREEDY), add(PROMPTS[0], GREEDY, token_filter=Third())
+    finish(small)
+    output = small.output(failing)
+    tokens = loop().generate(PROMPTS[0], GREEDY)[:2]
+    assert (output.output_ids, output.finish_reason) == (tokens, "filter_error")
+    assert [got for got in told if got[0] == failing] == [
+        *((failing, token, None) for token in tokens),
+        (failing, -1, "filter_error"),
+    ]
+    if error is None:
+        assert str(output.error) == "token_filter: expected masks uint32 [2], got uint32 [3]"
+    else:
+        assert output.error is error
+    assert small.output(other).output_ids == loop().generate(PROMPTS[1], GREEDY)
+    assert small.output(filtered).output_ids == loop().generate(PROMPTS[0], GREEDY, Third())
+    assert small.output(other).error is None
+    assert not small.stats().used_pages
 
 
-def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["launch", "sample"])
+def test_failed_step_loses_and_repeats_no_token(name: str, monkeypatch: pytest.MonkeyPatch):
+    """The failure of `sample` is between the two programs of a step."""
     small, calls = engine("short of pages"), 0
-    launch = Runner.launch
+    function = getattr(Runner, name)
 
     def failing(runner, *args, **kwargs):
         nonlocal calls
         calls += 1
         if calls in (3, 9):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return launch(runner, *args, **kwargs)
+        return function(runner, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "launch", failing)
+    monkeypatch.setattr(Runner, name, failing)
     params = [dataclasses.replace(CASES["all"], logprobs=1), CASES["penalties"], GREEDY]
     filters = [None, Third(), None]
     ids = [
@@ -251,7 +284,10 @@ def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch)
 def test_no_request_causes_a_compilation():
     small = engine("short of pages")
     small.warmup()
-    params = [dataclasses.replace(each, logprobs=i) for i, each in enumerate(CASES.values())]
+    params = [
+        dataclasses.replace(each, logprobs=i, prompt_logprobs=i if i % 2 else None)
+        for i, each in enumerate(CASES.values())
+    ]
     small.generate(PROMPTS[:1], params[:1])  # NumPy and JAX initialise some parts at the first call
     ids = []
     with compile_events() as events:
@@ -295,15 +331,13 @@ def test_prompt_logprobs_are_computed_in_chunks():
         assert (long.cached_tokens, len(long.output_ids)) == (0, 1)
     assert scoring.generate(PROMPTS[4:5], GREEDY)[0].cached_tokens == 48
     assert scoring.generate(PROMPTS[4:5], GREEDY)[0].prompt_logprobs is None
-    with pytest.raises(ValueError, match="prompt_logprobs: expected None, or an engine with EngineConfig.prompt_log"):
-        engine("short of pages").add_request(PROMPTS[0], params)
 
 
 @pytest.mark.slow
 def test_prompt_logprobs_of_preempted_and_drafting_requests():
     """Preempted requests compute their prompts again."""
     params = [dataclasses.replace(each, prompt_logprobs=1, logprobs=1) for each in (CASES["all"], GREEDY) * 3]
-    short = Engine(model(), dataclasses.replace(padded(ENGINES["short of pages"]), prompt_logprobs=True))
+    short = engine("short of pages")
     before = short.stats().preemptions
     outputs = short.generate(PROMPTS, params)
     assert short.stats().preemptions > before
@@ -326,7 +360,7 @@ def test_parameters_on_a_mesh(speculate: Speculation | None):
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     config, devices = dataclasses.replace(CONFIG, num_attention_heads=4), make_mesh({"data": 2, "tensor": 2})
-    sizes = dataclasses.replace(padded(ENGINES["ample"]), mesh=devices, speculate=speculate, prompt_logprobs=True)
+    sizes = dataclasses.replace(padded(ENGINES["ample"]), mesh=devices, speculate=speculate)
     split = Engine(random_model(config, seed=3, mesh=devices), sizes)
     split.warmup()
     params = [CASES["all"], GREEDY, CASES["penalties"], CASES["allowed tokens"], GREEDY]
@@ -344,7 +378,7 @@ def test_parameters_on_a_mesh(speculate: Speculation | None):
 @pytest.mark.slow
 def test_parameters_in_steps_of_several_programs():
     """Steps with prompts run as several programs while pages are copied to a consumer."""
-    layered = Engine(model(), dataclasses.replace(padded(ENGINES["ample"]), prompt_logprobs=True))
+    layered = Engine(model(), padded(ENGINES["ample"]))
     written: list[Any] = []
     feed = layered.watch_written(written.append, pieces=2)
     params = [dataclasses.replace(each, logprobs=1, prompt_logprobs=2) for each in (CASES["all"], CASES["penalties"])]

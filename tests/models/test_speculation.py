@@ -29,7 +29,9 @@ from pallas_attn.models.engine.runner import Runner, StepResult
 from pallas_attn.models.engine.speculation.draft_control import DraftControl
 from tests.models import engine_case, test_engine_windows
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
+from tests.models.filter_case import Third
 from tests.models.proposer_case import KnowingProposer, KnowingTreeProposer, tell
+from tests.models.sampling_oracle import PlainLoop
 
 LATENTS = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
 NUM_DRAFTS = 3
@@ -151,6 +153,35 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
         assert after.accepted_tokens - before.accepted_tokens >= accepted
         assert after.preemptions > before.preemptions
     assert engine.stats().prefix_hit_rate > 0
+
+
+@pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["line", "tree"])
+def test_drafts_of_filtered_requests(tree: bool):
+    """Tokens equal a plain loop with the same token filters, next to requests without a filter.
+
+    Wrong drafts are sometimes excluded by the filter, sometimes allowed. The filter is never called after an excluded
+    draft, which it would reject with an exception.
+    """
+    trees = Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8, adaptive=False)
+    engine, loop = make(speculate=trees) if tree else speculating(), PlainLoop(model())
+    filters = [None if i % 3 == 2 else Third() for i in range(len(PROMPTS))]
+    for params in (GREEDY, DRAWN):
+        each = list(zip(PROMPTS, filters, strict=True))
+        wanted = [loop.generate(prompt, params, token_filter and Third()) for prompt, token_filter in each]
+        tell(engine, [[*prompt, *output] for prompt, output in zip(PROMPTS, wanted, strict=True)], 0.7)
+        before = engine.stats().preemptions
+        ids = [engine.add_request(prompt, params, token_filter=token_filter) for prompt, token_filter in each]
+        with compile_events() as events:
+            while engine.has_unfinished:
+                engine.step()
+        assert events == [] or params is GREEDY  # the first run compiles the steps
+        outputs = [engine.output(i) for i in ids]
+        assert [output.output_ids for output in outputs] == wanted
+        assert engine.stats().preemptions > before
+        for output, token_filter in zip(outputs, filters, strict=True):
+            assert 0 < sum(output.accepted) < sum(output.drafted)
+            assert token_filter is None or len(token_filter.seen) > len(output.output_ids)
+    assert engine.stats().used_pages == 0
 
 
 @pytest.mark.slow
@@ -327,6 +358,7 @@ def test_nonfinite_logits_end_only_their_request():
     broken.embed_tokens[...] = broken.embed_tokens[...].at[wanted[at]].set(jnp.nan)
     engine = Engine(broken, speculating().config)
     engine._runner._compiled = speculating()._runner._compiled
+    engine._runner._shared = speculating()._runner._shared
     tell(engine, sequences(GREEDY), 1.0)
     told: list[tuple[Any, ...]] = []
     request_id = engine.add_request(PROMPTS[1], GREEDY, on_token=lambda *got: told.append(got[1:]))

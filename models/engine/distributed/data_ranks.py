@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.request import FinishReason, Request
 from pallas_attn.models.engine.scheduler import Scheduler
 from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 
@@ -94,9 +94,9 @@ class DataRanks:
             if plan is not None:
                 scheduler.record_time(len(plan.decode), num_drafts, seconds, has_prompts=has_prompts)
 
-    def abort(self, request_id: int | str) -> bool:
+    def abort(self, request_id: int | str, reason: FinishReason = "abort") -> bool:
         """End a waiting or running request. Return False if the request is unknown or has finished."""
-        return any(scheduler.abort(request_id) for scheduler in self.schedulers)
+        return any(scheduler.abort(request_id, reason) for scheduler in self.schedulers)
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
         """Reset all ranks and queue unfinished requests again, as `Scheduler.requeue_all`; assign them round-robin."""

@@ -47,7 +47,7 @@ from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.transport import Transport, TransportError
 from pallas_attn.models.engine.kv_transfer.written_pages import ConsumerError, WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.outputs import RequestId, RequestOutput
-from pallas_attn.models.engine.request import Request, SamplingParams, as_integers
+from pallas_attn.models.engine.request import Request, SamplingParams, TokenFilter, as_integers
 from pallas_attn.models.engine.tracked_request import TrackedRequest
 
 VERSION = 2
@@ -480,7 +480,7 @@ class _Prompt:
     """A prompt that the prefill process computes.
 
     Attributes:
-      tokens, params, request_id, salt, on_token: arguments of `Engine.add_request`.
+      tokens, params, request_id, salt, on_token, token_filter: arguments of `Engine.add_request`.
       incoming: receiver of the pages.
       own: list to which the engine appends its record of the request, for `generate`; None for `add_request`.
       progress: the newest pages that arrived: index after the last page, and index of their newest layer.
@@ -491,6 +491,7 @@ class _Prompt:
     request_id: RequestId
     salt: str
     on_token: OnToken | None
+    token_filter: TokenFilter | None
     incoming: IncomingPages
     own: list[TrackedRequest] | None
     progress: tuple[int, int] = (0, 0)
@@ -570,6 +571,7 @@ class RemotePrefill:
         request_id: RequestId,
         salt: str = "",
         on_token: OnToken | None = None,
+        token_filter: TokenFilter | None = None,
     ) -> None:
         """Send a prompt to the prefill process; arguments as in `Engine.add_request`.
 
@@ -579,7 +581,7 @@ class RemotePrefill:
             than 65536 characters, or an argument of the wrong type. Nothing is sent.
         """
         self._check()
-        self._send([self._checked(prompt_ids, params, request_id, salt, on_token)])
+        self._send([self._checked(prompt_ids, params, request_id, salt, on_token, token_filter)])
 
     def _checked(
         self,
@@ -588,6 +590,7 @@ class RemotePrefill:
         request_id: RequestId,
         salt: str = "",
         on_token: OnToken | None = None,
+        token_filter: TokenFilter | None = None,
         own: list[TrackedRequest] | None = None,
     ) -> _Prompt:
         """Check the arguments of `add_request`, and prepare to receive the pages."""
@@ -597,10 +600,12 @@ class RemotePrefill:
             raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
+        if token_filter is not None and not isinstance(token_filter, TokenFilter):
+            raise ValueError(f"token_filter: expected an object with a method allowed, or None, got {token_filter!r}")
         check_field("salt", salt, _SALT)
         ids = Request(request_id, as_integers("prompt_ids", prompt_ids), params, salt).prompt_ids  # checks all of it
         incoming = self._engine.receive_pages(ids, self._engine.cache_format, salt=salt)
-        return _Prompt(ids, params, request_id, salt, on_token, incoming, own)
+        return _Prompt(ids, params, request_id, salt, on_token, token_filter, incoming, own)
 
     def _send(self, prompts: Sequence[_Prompt]) -> None:
         """Add prompts to the pending prompts, and send them until `MAX_PROMPTS` are unfinished in the prefill process.
@@ -818,6 +823,7 @@ class RemotePrefill:
                 prompt.salt,
                 prompt.on_token,
                 incoming=prompt.incoming,
+                token_filter=prompt.token_filter,
                 own=prompt.own,
             )
             del self._prompts[number]

@@ -1,13 +1,19 @@
-"""The function of a step with drafts. Drafts are guesses of later tokens, which `proposer` describes.
+"""The programs of a step with drafts. Drafts are guesses of later tokens, which `proposer` describes.
 
+propose:
     drafts = proposer.propose(state, decode rows)
+forward:
     logits = model(newest token and drafts of each decode row, prompt tokens)
+sample:
     chosen = sample(logits)                     # one token after the newest token, and one after each draft
     accepted = number of leading drafts (in a tree: drafts of one branch) that equal the tokens chosen at their position
     tokens = chosen[: accepted + 1]             # new tokens of the row; of a tree, the tokens chosen along the branch
     proposer.observe(step)                      # the proposer updates its state
     move cache entries of accepted drafts of a tree to the slots of their positions
     store length and newest token of each row on the device
+
+The host reads the drafts only if a row with drafts has a token filter. It then computes a token mask for each input of
+the row, while the device runs `forward`. A step without drafts has no `propose`.
 
 The host launches the next step before it has read the tokens of this step, so it does not know the number of accepted
 drafts. Therefore lengths, newest tokens and drafts stay on the device. The host provides pages, maximum lengths and
@@ -22,7 +28,6 @@ cache slot is the index of a token's place in the cache: page row · page size +
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from typing import Any
 
@@ -38,9 +43,10 @@ from pallas_attn.models.decoder import AttentionSettings, Caches, StepMetadata
 from pallas_attn.models.decoder.mesh import AXES, DATA
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
-from pallas_attn.models.engine.logit_edits import DraftsBefore, EditRows, EditState, make_edit
-from pallas_attn.models.engine.sampler import SamplingRows, draw
+from pallas_attn.models.engine.logit_edits import DraftsBefore, EditState, make_edit
+from pallas_attn.models.engine.sampler import draw
 from pallas_attn.models.engine.speculation.proposer import (
+    NO_DRAFT,
     DraftRows,
     DraftTree,
     ObservedStep,
@@ -51,7 +57,7 @@ from pallas_attn.models.engine.speculation.proposer import (
     tree_lens,
 )
 from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import LogitsOf, logprobs_of_rows, with_prompt_logprobs
+from pallas_attn.models.engine.step.plain import StepOutputs, logprobs_of_rows, make_outputs
 from pallas_attn.models.engine.step.plan import RowTokens
 
 _NOTHING = -2
@@ -211,112 +217,223 @@ def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
     return jnp.min(jnp.where(holds, holds.shape[1], index), axis=1, initial=holds.shape[1])
 
 
-def run_speculative_step(
-    model_step: Any,
-    config: RunnerConfig,
-    bucket: Bucket,
-    weights: tuple[Any, Any],
-    caches: Caches,
-    state: SpeculativeState,
-    packed: Int32[Array, "n"],
-    edits: EditState,
-    masks: UInt32[Array, "rows W"],
-    *,
-    logits_of: LogitsOf | None = None,
-) -> tuple[
-    Int32[Array, "n"], Int32[Array, "m words"], Float[Array, "tokens V"] | None, Caches, SpeculativeState, EditState
-]:
-    """Run one step on the device.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """Drafts of the Bd decode rows of a step, on the device.
+
+    Attributes:
+      tokens: int32 [Bd, d], drafts of each row, then 0.
+      counts: int32 [Bd], number of drafts of each row.
+      parents: int32 [Bd, d], as `DraftTree.parents`; None for drafts in a line.
+    """
+
+    tokens: Int32[Array, "Bd d"]
+    counts: Int32[Array, "Bd"]
+    parents: Int32[Array, "Bd d"] | None
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The tree of drafts; None for drafts in a line."""
+        return None if self.parents is None else DraftTree(self.tokens, self.parents)
+
+
+def has_drafts(bucket: Bucket) -> bool:
+    """Whether steps of a bucket have drafts, and therefore run `propose`."""
+    return bucket.decode_rows > 0 and bucket.num_drafts > 0
+
+
+def propose(
+    config: RunnerConfig, bucket: Bucket, weights: Any, state: SpeculativeState, packed: Int32[Array, "n"]
+) -> tuple[Drafts, Int32[Array, "Bd d2"], SpeculativeState]:
+    """Propose drafts for the decode rows of a step.
 
     Args:
-      model_step: the model as a function (weights, tokens, caches, metadata) -> (logits, caches), from `split_model`.
       config: sizes for which the runner compiles.
-      bucket: padded shape of the step.
-      weights: (weights of the model, weights of the proposer).
-      caches: caches of all layers.
+      bucket: numbers of decode rows and of drafts of the step, with `has_drafts`.
+      weights: weights of the proposer.
       state: state of the running requests.
-      packed: the step's metadata, from `PackedStep.pack`.
-      edits: state of the request slots, for changes of logits.
-      masks: bit masks of allowed tokens of each row; ignored for rows without a token filter. Rows with a token filter
-        have no drafts.
-      logits_of: as in `run_step`.
+      packed: metadata of the step's decode rows, from `PackedStep.pack`.
 
     Returns:
-      Sampled tokens in the format of `read_tokens`; log probabilities of the Q tokens of each decode row, then of the
-      token of each prefill row, then of prompt tokens, as `pack_logprobs`; logits of the prefill tokens, or None if
-      `bucket.all_logits` is False; caches with the new tokens; and the new state and `edits`.
+      The drafts; for the host, the drafts (NO_DRAFT after the last) and then the parents of each row, as in
+      `DraftTree`, int32 [Bd, 2 · d]; and the new state.
     """
-    if config.speculate is None:
-        raise ValueError("speculate: expected a Speculation, got None")
-    proposer, (of_target, of_proposer) = config.speculate.proposer, weights
-    step, num_rows, queries = PackedStep.of(config, bucket, packed), bucket.decode_rows, 1 + bucket.num_drafts
-    lane = proposer_sizes(config, 0).lane
-    rows = _draft_rows(config, step, state, lane)
-    tree, drafts, memory = _propose(proposer, of_proposer, state.proposer, rows, bucket)
+    proposer = _proposer(config)
+    rows = _draft_rows(config, PackedStep.of(config, bucket, packed), state)
+    tree, drafts, memory = _propose(proposer, weights, state.proposer, rows, bucket)
     # Drafts are counted up to the first negative id (NO_DRAFT). An id beyond the vocabulary is harmless: it is never
     # sampled, so it is never accepted.
-    num_drafts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
-    drafts = jnp.where(jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None] < num_drafts[:, None], drafts, 0)
+    counts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
+    index = jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None]
+    is_draft = index < counts[:, None]
+    parents = jnp.broadcast_to(index - 1, drafts.shape) if tree is None else jnp.clip(tree.parents, -1, index - 1)
+    for_host = jnp.concatenate([jnp.where(is_draft, drafts, NO_DRAFT), parents], axis=1)
+    proposed = Drafts(jnp.where(is_draft, drafts, 0), counts, None if tree is None else tree.parents)
+    return proposed, for_host, dataclasses.replace(state, proposer=memory)
 
-    inputs = jnp.concatenate([rows.tokens[:, None], drafts], axis=1)
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Inputs of a step's model, computed on the device.
+
+    Attributes:
+      step: metadata of the step.
+      rows: the decode rows.
+      drafts: drafts of the decode rows.
+      reach: attention masks of trees; None for drafts in a line.
+      tokens: int32 [T], input tokens: Q = 1 + d of each decode row, then the prefill tokens.
+      sampling: int32 [n], index of the input token after which each token is sampled.
+      places: int32 [Bd · Q], position of the token sampled after each input of the decode rows.
+      metadata: the target's metadata of the step.
+    """
+
+    step: PackedStep
+    rows: DraftRows
+    drafts: Drafts
+    reach: Bool[Array, "Bd Q Q"] | None
+    tokens: Int32[Array, "T"]
+    sampling: Int32[Array, "n"]
+    places: Int32[Array, "BdQ"]
+    metadata: StepMetadata
+
+
+def _inputs(
+    config: RunnerConfig, bucket: Bucket, state: SpeculativeState, packed: Int32[Array, "n"], drafts: Drafts | None
+) -> _Inputs:
+    """Compute the inputs of a step. `forward` and `sample` both compute them, because this takes less time than further
+    arguments of a program."""
+    step, num_rows, queries = PackedStep.of(config, bucket, packed), bucket.decode_rows, 1 + bucket.num_drafts
+    if drafts is None:
+        drafts = Drafts(jnp.zeros((num_rows, bucket.num_drafts), jnp.int32), jnp.zeros((num_rows,), jnp.int32), None)
+    rows, tree = _draft_rows(config, step, state), drafts.tree
+    inputs = jnp.concatenate([rows.tokens[:, None], drafts.tokens], axis=1)
     tokens = jnp.concatenate([inputs.reshape(-1), step.prefill_ids])
     prefill_ends = num_rows * queries + jnp.maximum(step.cu_q_lens[1:] - 1, 0)
     sampling = jnp.concatenate([jnp.arange(num_rows * queries, dtype=jnp.int32), prefill_ends])
     logit_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if bucket.all_logits else sampling
-    q_lens = jnp.where(rows.lens > 0, 1 + num_drafts, 0)
-    kv_lens = jnp.where(rows.lens > 0, rows.lens + num_drafts, 0)
+    q_lens = jnp.where(rows.lens > 0, 1 + drafts.counts, 0)
+    kv_lens = jnp.where(rows.lens > 0, rows.lens + drafts.counts, 0)
     reach = None if tree is None else tree.reach()
     metadata = _metadata(config, step, kv_lens, q_lens, queries, logit_rows, reach)
-    scores = logits_of is not None and bucket.prefill_tokens > 0
-    extra = {"return_hidden": True} if proposer.needs_hidden or scores else {}
-    logits, caches, *hidden = model_step(of_target, tokens, caches, metadata, **extra)
-
     places = query_lens(kv_lens, q_lens, queries) if reach is None else tree_lens(kv_lens, q_lens, reach)
-    of_sampling = logits[sampling] if bucket.all_logits else logits
-    sampled, edited = _sampling_rows(step, places, queries), _edit_rows(config, step, masks, queries)
-    before = DraftsBefore(drafts, _line_reach(num_rows, queries) if reach is None else reach)
-    chosen = draw(of_sampling, sampled, make_edit(edited, sampled.position, edits, config.logits_processor, before))
-    logprobs = logprobs_of_rows(config, edited, of_sampling, chosen)
-    of_rows = chosen[: num_rows * queries].reshape(num_rows, queries)
+    return _Inputs(step, rows, drafts, reach, tokens, sampling, places, metadata)
+
+
+def forward(
+    model_step: Any,
+    config: RunnerConfig,
+    bucket: Bucket,
+    weights: Any,
+    caches: Caches,
+    state: SpeculativeState,
+    packed: Int32[Array, "n"],
+    drafts: Drafts | None,
+) -> tuple[StepOutputs, Caches]:
+    """Run the target on the tokens of a step and on the drafts.
+
+    Args:
+      model_step, config, bucket, weights, caches, packed: as in `plain.forward`.
+      state: state of the running requests, from `propose` if the step has drafts.
+      drafts: result of `propose`; None without drafts.
+
+    Returns:
+      The outputs for `sample`: logits after the Q inputs of each decode row, then after each prefill row. And the
+      caches with the new tokens.
+    """
+    inputs, num_decode = _inputs(config, bucket, state, packed, drafts), _num_decode(bucket)
+    needs_hidden = _proposer(config).needs_hidden
+    extra = {"return_hidden": True} if needs_hidden or bucket.prefill_tokens else {}
+    logits, caches, *hidden = model_step(weights, inputs.tokens, caches, inputs.metadata, **extra)
+    decode_hidden = hidden[0][:num_decode] if needs_hidden else None
+    prompt_hidden = hidden[0][num_decode:] if bucket.prefill_tokens else None
+    return make_outputs(bucket, packed, logits, inputs.sampling, prompt_hidden, decode_hidden), caches
+
+
+def sample(
+    config: RunnerConfig,
+    bucket: Bucket,
+    weights: Any,
+    caches: Caches,
+    state: SpeculativeState,
+    edits: EditState,
+    outputs: StepOutputs,
+    drafts: Drafts | None,
+    masks: UInt32[Array, "n W"],
+) -> tuple[Int32[Array, "m"], Int32[Array, "n words"], Caches, SpeculativeState, EditState]:
+    """Sample tokens, verify the drafts, and update the state of the running requests.
+
+    Args:
+      config, bucket: as in `forward`.
+      weights: weights of the proposer.
+      caches: caches of all layers if the drafts form trees; otherwise empty.
+      state: state of the running requests, as passed to `forward`.
+      edits: state of the request slots, for changes of logits.
+      outputs: result of `forward`.
+      drafts: as in `forward`.
+      masks: bit masks of allowed tokens after each input of the decode rows and after each prefill row; ignored for
+        rows without a token filter.
+
+    Returns:
+      Sampled tokens in the format of `read_tokens`; log probabilities of the Q tokens of each decode row, then of the
+      token of each prefill row, as `pack_logprobs`; the caches; and the new state and `edits`.
+    """
+    proposer, num_decode, queries = _proposer(config), _num_decode(bucket), 1 + bucket.num_drafts
+    inputs = _inputs(config, bucket, state, outputs.rows, drafts)
+    drafts, rows, reach, tree = inputs.drafts, inputs.rows, inputs.reach, inputs.drafts.tree
+    num_rows, logits = bucket.decode_rows, outputs.logits
+    parameters = jax.tree.map(lambda x: _repeated(x, num_rows, queries), inputs.step.row_parameters())
+    positions = jnp.concatenate([inputs.places, parameters.positions[num_decode:]])
+    parameters = dataclasses.replace(parameters, positions=positions)
+    sampled, edited = parameters.sampling_rows(), parameters.edit_rows(config, masks)
+    before = DraftsBefore(drafts.tokens, _line_reach(num_rows, queries) if reach is None else reach)
+    chosen = draw(logits, sampled, make_edit(edited, sampled.position, edits, config.logits_processor, before))
+    logprobs = logprobs_of_rows(config, edited, logits, chosen)
+    of_rows = chosen[:num_decode].reshape(num_rows, queries)
     if tree is None or reach is None:
-        verified, depth = _verify(of_rows, drafts, num_drafts, rows.lens), num_drafts
+        verified, depth = _verify(of_rows, drafts.tokens, drafts.counts, rows.lens), drafts.counts
     else:
-        tree, longest = dataclasses.replace(tree, tokens=drafts), proposer.depth(bucket.num_drafts)
-        verified = _verify_tree(of_rows, tree, num_drafts, rows.lens, longest)
-        depth = (
-            jnp.max(jnp.where(_first(reach, 1 + num_drafts), jnp.sum(reach, axis=2, dtype=jnp.int32), 1), axis=1) - 1
-        )
-    of_prefill = chosen[num_rows * queries :]
-    observed = _observe(
-        step, metadata, tokens, verified, of_prefill, hidden[0] if proposer.needs_hidden else None, rows
-    )
-    memory = proposer.observe(of_proposer, memory, observed)
+        verified = _verify_tree(of_rows, tree, drafts.counts, rows.lens, proposer.depth(bucket.num_drafts))
+        is_input = _first(reach, 1 + drafts.counts)
+        depth = jnp.max(jnp.where(is_input, jnp.sum(reach, axis=2, dtype=jnp.int32), 1), axis=1) - 1
+    of_prefill = chosen[num_decode:]
+    hidden = None
+    if proposer.needs_hidden:
+        hidden = jnp.concatenate([x for x in (outputs.decode_hidden, outputs.prompt_hidden) if x is not None])
+    observed = _observe(inputs.step, inputs.metadata, inputs.tokens, verified, of_prefill, hidden, rows)
+    memory = proposer.observe(weights, state.proposer, observed)
     caches = observed.moved(caches)
 
     state = _next_state(state, observed, verified, of_prefill, memory)
     result = jnp.concatenate([verified.tokens, depth[:, None]], axis=1).reshape(-1)
     result = jnp.concatenate([result, of_prefill])
     edits = edits.with_sampled(edited, jnp.concatenate([verified.tokens.reshape(-1), of_prefill]))
-    inputs = (jnp.arange(num_rows, dtype=jnp.int32)[:, None] * queries + verified.inputs).reshape(-1)
-    logprobs = jnp.concatenate([logprobs[inputs], logprobs[num_rows * queries :]])
-    if logits_of is not None and scores:
-        of_prompt = functools.partial(logits_of, of_target)
-        logprobs = with_prompt_logprobs(config, step, logprobs, hidden[0][num_rows * queries :], of_prompt)
-    prompt_logits = logits[num_rows * queries :] if bucket.all_logits else None
-    return result, logprobs, prompt_logits, caches, state, edits
+    sampled_after = (jnp.arange(num_rows, dtype=jnp.int32)[:, None] * queries + verified.inputs).reshape(-1)
+    logprobs = jnp.concatenate([logprobs[sampled_after], logprobs[num_decode:]])
+    return result, logprobs, caches, state, edits
+
+
+def _proposer(config: RunnerConfig) -> Proposer:
+    if config.speculate is None:
+        raise ValueError("speculate: expected a Speculation, got None")
+    return config.speculate.proposer
+
+
+def _num_decode(bucket: Bucket) -> int:
+    """Number of inputs of all decode rows of a bucket, including padding."""
+    return bucket.decode_rows * (1 + bucket.num_drafts)
 
 
 def _propose(
     proposer: Proposer, weights: Any, memory: Any, rows: DraftRows, bucket: Bucket
 ) -> tuple[DraftTree | None, Int32[Array, "Bd d"], Any]:
-    """Call the proposer, unless the step has no decode rows or no drafts, and check its result.
+    """Call the proposer and check its result.
 
     Returns:
       The tree, or None for drafts in a line; the drafts [Bd, d]; and the proposer's state.
     """
     num_rows = bucket.decode_rows
-    if not num_rows or not bucket.num_drafts:
-        return None, jnp.zeros((num_rows, 0), jnp.int32), memory
     tree: DraftTree | None = None
     drafts, memory = proposer.propose(weights, memory, rows, bucket.num_drafts)
     if isinstance(drafts, DraftTree) != proposer.makes_trees:
@@ -352,7 +469,7 @@ def _next_state(
 
 
 def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[list[RowTokens], list[RowTokens]]:
-    """Split the tokens that `run_speculative_step` returns into rows, on the host.
+    """Split the tokens that `sample` returns into rows, on the host.
 
     Args:
       result: int32 [Bd · (2 + d) + prefill rows]. Each decode row has Q = 1 + d tokens, padded with _NOTHING, and then
@@ -373,14 +490,14 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
     return rows, [RowTokens([token]) for token in prefill.tolist()]
 
 
-def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, lane: tuple[int, int]) -> DraftRows:
+def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState) -> DraftRows:
     """Return the decode rows, with lengths and newest tokens from the state on the device. A row whose request reached
     its maximum length in an earlier step is idle: the host had not read that step when it planned this one."""
     slots = jnp.maximum(step.decode_request_slots, 0)
     lens = jnp.where((step.decode_request_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
-    sampling = step.sampling_rows()
+    sampling = step.row_parameters().sampling_rows()
     of_decode = jax.tree.map(lambda values: values[: lens.shape[0]], sampling)
-    group, head = lane
+    group, head = lane = proposer_sizes(config, 0).lane
     table = step.decode_tables[group]
     return DraftRows(
         slots=step.decode_request_slots,
@@ -421,20 +538,6 @@ def _metadata(
         step.decode_tables, kv_lens, q_lens, queries, page_size=config.page_size, logit_rows=logit_rows, reach=reach
     )
     return decode if not step.prefill_ids.shape[0] else step.metadata(config.page_size, logit_rows, decode)
-
-
-def _sampling_rows(step: PackedStep, places: Int32[Array, "BdQ"], queries: int) -> SamplingRows:
-    """Return the sampling parameters for each input of the decode rows, then for each prefill row. `places` are the
-    positions of the tokens sampled after the inputs of decode rows."""
-    given, num_rows = step.sampling_rows(), step.decode_request_slots.shape[0]
-    expanded = jax.tree.map(lambda values: _repeated(values, num_rows, queries), given)
-    return dataclasses.replace(expanded, position=jnp.concatenate([places, given.position[num_rows:]]))
-
-
-def _edit_rows(config: RunnerConfig, step: PackedStep, masks: UInt32[Array, "rows W"], queries: int) -> EditRows:
-    """Return the parameters that change logits for each input of the decode rows, then for each prefill row."""
-    num_rows = step.decode_request_slots.shape[0]
-    return jax.tree.map(lambda values: _repeated(values, num_rows, queries), step.edit_rows(config, masks))
 
 
 def _repeated(values: Array, num_rows: int, queries: int) -> Array:

@@ -1,10 +1,10 @@
-"""Steps that run as several compiled programs instead of one:
+"""Forward passes of steps that run as several compiled programs instead of one:
 
     begin: embedding, positions and other inputs that all layers share
     one program per range of consecutive layers, for example layers 0 to 7, then 8 to 15
-    finish: logits of the last layer's output, and sampling
+    finish: logits of the last layer's output
 
-There are two reasons to split a step:
+The program that samples is the same as for other steps. There are two reasons to split a forward pass:
 
 - Compile time. Ranges with the same kinds of layers share one compiled program. `runner` splits steps with many prompt
   tokens for this reason.
@@ -27,15 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
-from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.step.packed import PackedStep
-from pallas_attn.models.engine.step.plain import read_step, sample_rows, with_prompt_logprobs
+from pallas_attn.models.engine.step.plain import StepOutputs, make_outputs, read_step
 
 type OnLayer = Callable[[int, RowCopies], None]
 """Function (layer, copies), called on the host when the copies of the layer's page rows have been launched. The device
@@ -51,13 +50,14 @@ launched. `caches` are outputs of the program: the updated caches of the layers.
 
 
 class LayeredStep:
-    """Splits the steps of a model into programs. Their logits equal the logits of a single program up to rounding.
+    """Splits the forward passes of a model into programs. Their logits equal the logits of a single program up to
+    rounding.
 
     Attributes:
       layers: the model's layers.
       num_programs: maximum number of layer ranges.
       layer_ranges: consecutive layers of each program between begin and finish.
-      compiled: the compiled steps by bucket (padded batch shape).
+      compiled: the compiled forward passes by bucket (padded batch shape).
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
@@ -85,15 +85,13 @@ class LayeredStep:
         weights: Sequence[Array],
         caches: Caches,
         last_tokens: Any,
-        edits: EditState,
-        masks: Array,
         start: Callable[[jax.stages.Lowered], Future[Any]],
     ) -> Callable[[], StepPrograms]:
         """Lower the programs of a bucket and start their compilation.
 
         Args:
           bucket: padded shape of the step.
-          weights, caches, last_tokens, edits, masks: as in `run_step`.
+          weights, caches, last_tokens: as in `forward`.
           start: function that starts the compilation of a lowered program in another thread.
 
         Returns:
@@ -123,8 +121,7 @@ class LayeredStep:
                 known[key] = program(functools.partial(apply_layer_range, kinds), (1, 2), *arguments)
             of_layers, (_, x, choice) = known[key]
             futures.append(of_layers)
-        arguments = weights, x, last_tokens, packed, edits, masks
-        finish, _ = program(functools.partial(self._finish, bucket), (2, 4), *arguments)
+        finish, _ = program(functools.partial(self._finish, bucket), (), weights, x, last_tokens, packed)
 
         def finished() -> StepPrograms:
             programs = [future.result() for future in futures]
@@ -140,7 +137,7 @@ class LayeredStep:
 
         Args:
           bucket: padded shape of the step.
-          weights, packed, last_tokens: as in `run_step`.
+          weights, packed, last_tokens: as in `forward`.
           cache: cache of the first layer. Only its shapes and dtypes are used.
 
         Returns:
@@ -150,33 +147,18 @@ class LayeredStep:
         return self._rebuild(weights).begin(tokens, cache, step.metadata(self._config.page_size, logit_rows))
 
     def _finish(
-        self,
-        bucket: Bucket,
-        weights: Sequence[Array],
-        x: Array,
-        last_tokens: Array,
-        packed: Array,
-        edits: EditState,
-        masks: Array,
-    ) -> tuple[Array, Array, Array | None, Array, EditState]:
-        """Compute logits from the last layer's output x [T, D], and sample. Results as of `sample_rows`, with log
-        probabilities of prompt tokens."""
+        self, bucket: Bucket, weights: Sequence[Array], x: Array, last_tokens: Array, packed: Array
+    ) -> StepOutputs:
+        """Compute the outputs of the step from the last layer's output x [T, D]."""
         step, _, sampling, logit_rows = read_step(self._config, bucket, packed, last_tokens)
         model = self._rebuild(weights)
-        logits = model.finish(x, logit_rows)
-        results = sample_rows(self._config, bucket, step, logits, sampling, last_tokens, edits, masks)
-        chosen, logprobs, prompt_logits, last_tokens, edits = results
-        if self._config.prompt_logprobs:
-            prompt = x[bucket.decode_rows :]
-            logprobs = with_prompt_logprobs(
-                self._config, step, logprobs, prompt, lambda hidden: model.logits(model.norm(hidden))
-            )
-        return chosen, logprobs, prompt_logits, last_tokens, edits
+        logits, hidden = model.finish(x, logit_rows), model.norm(x[bucket.decode_rows :])
+        return make_outputs(bucket, step.row_parameters().pack(), logits, sampling, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
-    """A compiled step of several programs, which is called like a step of one program.
+    """A compiled forward pass of several programs, which is called like a forward pass of one program.
 
     Attributes:
       layer_ranges: the layers of each program in `programs_of_layers`.
@@ -198,35 +180,31 @@ class StepPrograms:
         caches: Caches,
         last_tokens: Int32[Array, "slots"],
         packed: Int32[Array, "n"],
-        edits: EditState,
-        masks: UInt32[Array, "rows W"],
+        drafts: None = None,
+        *,
         on_program: OnProgram | None = None,
-    ) -> tuple[Array, Array, Array | None, Caches, Array, EditState]:
-        """Launch all programs without waiting for them. Caches, last tokens and edits are donated.
+    ) -> tuple[StepOutputs, Caches]:
+        """Launch all programs without waiting for them. Caches are donated.
 
         Args:
-          weights, caches, last_tokens, packed, edits, masks: as in `run_step`, all on the device.
-          on_program: called after each program of a layer range has been launched. After the last range, it is called
-            only when `finish` has been launched as well.
+          weights, caches, last_tokens, packed, drafts: as in `forward`, all on the device.
+          on_program: called after each program of a layer range except the last has been launched. For the last range
+            the caller calls it, after it has launched the program that samples. Otherwise copies of page rows would
+            delay the sampled tokens.
 
         Returns:
-          As `run_step`.
+          As `forward`.
         """
         x, *shared = self.begin(weights, caches[0], packed, last_tokens)
         written: list[Any] = []
         choice: Any = None
-        results: Any = None
         for layer_range, program in zip(self.layer_ranges, self.programs_of_layers, strict=True):
             of_layers = [layer.weights(weights) for layer in self.layers[layer_range.start : layer_range.stop]]
             own, x, choice = program(of_layers, caches[layer_range.start : layer_range.stop], x, choice, *shared)
             written += own
-            if layer_range.stop == len(self.layers):
-                results = self.finish(weights, x, last_tokens, packed, edits, masks)
-                results[0].copy_to_host_async()  # sampled tokens; copies of page rows would delay them
-            if on_program is not None:
+            if on_program is not None and layer_range.stop < len(self.layers):
                 on_program(layer_range, own)
-        tokens, logprobs, logits, last_tokens, edits = results
-        return tokens, logprobs, logits, tuple(written), last_tokens, edits
+        return self.finish(weights, x, last_tokens, packed), tuple(written)
 
 
 @dataclasses.dataclass(frozen=True)

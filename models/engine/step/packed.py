@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 from pallas_attn.models.decoder import GroupTables, StepMetadata
@@ -52,7 +51,6 @@ class PackedStep:
       flags: [Bd + S], `RowFlags` of rows that sample a token; 0 for other rows.
       penalties: [3, Bd + S], bits of the float32 values of repetition, presence and frequency penalties.
       extra: [names, Bd + S], bits of the float32 arguments of the logits processor.
-      wants_prompt_logprobs: [1], 1 if a prefill row of any data rank needs log probabilities of prompt tokens, else 0.
     """
 
     decode_request_slots: Any
@@ -74,7 +72,6 @@ class PackedStep:
     flags: Any
     penalties: Any
     extra: Any
-    wants_prompt_logprobs: Any
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
@@ -100,8 +97,7 @@ class PackedStep:
             "seed": rows,
             "flags": rows,
             "penalties": (3, *rows),
-            "extra": (0 if config.logits_processor is None else len(config.logits_processor.defaults), *rows),
-            "wants_prompt_logprobs": (1,),
+            "extra": (len(_extra_names(config)), *rows),
         }
 
     @classmethod
@@ -164,37 +160,20 @@ class PackedStep:
         if processor is not None:
             self.extra.view(np.float32)[:, i] = processor.values(params.extra_args)
 
-    def sampling_rows(self) -> SamplingRows:
+    def row_parameters(self) -> RowParameters:
         """Return the sampling parameters of each row, of the decode rows first. The position of the token to sample
         equals the number of tokens of the sequence before it."""
-        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
-        return SamplingRows(
-            temperature=bits(self.temperature),
-            top_k=self.top_k,
-            top_p=bits(self.top_p),
-            min_p=bits(self.min_p),
-            seed=jax.lax.bitcast_convert_type(self.seed, jnp.uint32),
-            position=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
-        )
-
-    def edit_rows(self, config: RunnerConfig, masks: UInt32[Array, "rows W"]) -> EditRows:
-        """Return the parameters of each row that change logits, of the decode rows first.
-
-        Args:
-          config: sizes and logits processor.
-          masks: bit masks of allowed tokens; ignored for rows without a token filter.
-        """
-        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
-        repetition, presence, frequency = bits(self.penalties)
-        names = () if config.logits_processor is None else config.logits_processor.defaults
-        return EditRows(
+        return RowParameters(
             slots=jnp.concatenate([self.decode_request_slots, self.prefill_request_slots]),
+            positions=jnp.concatenate([self.decode_kv_lens, self.prefill_kv_lens]),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
             flags=self.flags,
-            repetition_penalty=repetition,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
-            extra=dict(zip(names, bits(self.extra), strict=True)),
-            masks=masks,
+            penalties=tuple(self.penalties),
+            extra=tuple(self.extra),
         )
 
     def next_prompt_tokens(self) -> Int32[Array, "T"]:
@@ -251,6 +230,85 @@ class PackedStep:
             "prefill": (self.cu_q_lens, self.prefill_kv_lens, num_prefill),
         }
         return {name: part for name, part in parts.items() if part[2]}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParameters:
+    """Sampling parameters of n rows of logits. All fields are int32 [n].
+
+    The forward program of a step returns them in one array, `pack`, for the program that samples.
+
+    Attributes:
+      slots: request slot of the sampled token; -1 if no token is sampled.
+      positions: position of the sampled token in its sequence.
+      temperature, top_k, top_p, min_p, seed, flags: as in `PackedStep`.
+      penalties, extra: the rows of the fields of `PackedStep`.
+    """
+
+    slots: Any
+    positions: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    flags: Any
+    penalties: tuple[Any, ...]
+    extra: tuple[Any, ...]
+
+    @staticmethod
+    def size(config: RunnerConfig, num_rows: int) -> int:
+        """Return the number of entries of the packed array."""
+        return (8 + 3 + len(_extra_names(config))) * num_rows
+
+    def pack(self) -> Int32[Array, "m"]:
+        """Return all fields in one array."""
+        return jnp.concatenate(jax.tree.leaves(self))
+
+    @classmethod
+    def of(cls, config: RunnerConfig, packed: Int32[Array, "m"]) -> RowParameters:
+        """Split the packed array into the fields."""
+        fields = packed.reshape(8 + 3 + len(_extra_names(config)), -1)
+        return cls(*fields[:8], penalties=tuple(fields[8:11]), extra=tuple(fields[11:]))
+
+    def sampling_rows(self) -> SamplingRows:
+        """Return the parameters of the draw."""
+        return SamplingRows(
+            temperature=_floats(self.temperature),
+            top_k=self.top_k,
+            top_p=_floats(self.top_p),
+            min_p=_floats(self.min_p),
+            seed=jax.lax.bitcast_convert_type(self.seed, jnp.uint32),
+            position=self.positions,
+        )
+
+    def edit_rows(self, config: RunnerConfig, masks: UInt32[Array, "n W"]) -> EditRows:
+        """Return the parameters that change logits.
+
+        Args:
+          config: sizes and logits processor.
+          masks: bit masks of allowed tokens; ignored for rows without a token filter.
+        """
+        repetition, presence, frequency = map(_floats, self.penalties)
+        return EditRows(
+            slots=self.slots,
+            flags=self.flags,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            extra=dict(zip(_extra_names(config), map(_floats, self.extra), strict=True)),
+            masks=masks,
+        )
+
+
+def _extra_names(config: RunnerConfig) -> tuple[str, ...]:
+    """Return the names of the arguments of the logits processor."""
+    return () if config.logits_processor is None else tuple(config.logits_processor.defaults)
+
+
+def _floats(bits: Int32[Array, "n"]) -> Float[Array, "n"]:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _each(shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, ...]]:

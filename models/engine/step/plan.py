@@ -1,5 +1,7 @@
 """Plan of one step (a forward pass over a batch of requests): made by the scheduler, executed by the runner."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,6 +83,10 @@ class StepPlan:
     @property
     def rows(self) -> tuple[ScheduledRow, ...]:
         return self.decode + self.prefill
+
+    def without_prefill(self) -> StepPlan:
+        """Return the plan of the decode rows alone."""
+        return StepPlan(self.decode, (), tuple(tables[: len(self.decode)] for tables in self.tables))
 
     @property
     def sampling_rows(self) -> tuple[ScheduledRow, ...]:
