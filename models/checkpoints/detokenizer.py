@@ -89,15 +89,24 @@ def token_bytes(pieces: Pieces) -> dict[int, bytes]:
         raise NotImplementedError(f"tokenizer: with {why}, the text of a token depends on other tokens")
     if "ByteLevel" in kinds:
         return {token: _bytes_of(text) for token, text in pieces.texts.items()}
-    spaces = [spec["pattern"].get("String") for spec in specs if spec["type"] == "Replace" and spec["content"] == " "]
-    spaces += [spec["replacement"] for spec in specs if spec["type"] == "Metaspace"]
-    has_bytes = "ByteFallback" in kinds
-    result = {}
-    for token, text in pieces.texts.items():
-        for space in filter(None, spaces):
-            text = text.replace(space, " ")
-        result[token] = bytes([_BYTE_TOKENS[text]]) if has_bytes and text in _BYTE_TOKENS else text.encode()
-    return result
+    texts, values, is_fused = dict(pieces.texts), dict[int, bytes](), False
+    for spec in specs:
+        match spec["type"]:
+            case "ByteFallback":
+                values = {token: bytes([_BYTE_TOKENS[text]]) for token, text in texts.items() if text in _BYTE_TOKENS}
+            case "Fuse":
+                is_fused = True
+            case "Metaspace":
+                texts = {token: text.replace(spec["replacement"], " ") for token, text in texts.items()}
+            case "Replace":
+                old = spec["pattern"].get("String")
+                if old is None or (is_fused and len(old) != 1):
+                    why = "its decoder Replace of a regular expression, or of several characters after Fuse"
+                    raise NotImplementedError(f"tokenizer: with {why}, the text of a token depends on other tokens")
+                texts = {token: text.replace(old, spec["content"]) for token, text in texts.items()}
+            case "Strip" if not is_fused:
+                texts = {token: text[_leading(text, spec["content"], spec["start"]) :] for token, text in texts.items()}
+    return {token: text.encode() for token, text in texts.items()} | values
 
 
 class _Stage:

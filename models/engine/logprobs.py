@@ -15,11 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_attn import select_top_k
 from pallas_attn.models.engine.request import TokenLogprobs
-
-_TOP_K = 16
-"""Number of likeliest tokens that are searched together. XLA has a GPU kernel for up to 16, and sorts for more."""
-
 
 _PROMPT_TOKENS = 128
 """Number of prompt tokens whose logits are in memory together."""
@@ -88,14 +85,11 @@ def _pack(logits: Float[Array, "n V"], tokens: Int32[Array, "n"], max_logprobs: 
 
 def _likeliest(logits: Float[Array, "n V"], count: int) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
     """Return the highest logits of each row and their tokens. Of equal logits, lower ids come first."""
-    values, ids = [logits[:, :0]], [jnp.zeros((logits.shape[0], 0), jnp.int32)]
-    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    for begin in range(0, count, _TOP_K):
-        found, at = lax.top_k(logits, min(count - begin, _TOP_K))
-        values.append(found)
-        ids.append(at.astype(jnp.int32))
-        logits = logits.at[row, at].set(-jnp.inf)
-    return jnp.concatenate(values, axis=1), jnp.concatenate(ids, axis=1)
+    if count == 0:
+        return logits[:, :0], jnp.zeros((logits.shape[0], 0), jnp.int32)
+    ids = select_top_k(logits, top_k=count)  # ascending; XLA's top_k takes three times as long on a GPU
+    values, order = lax.top_k(jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=1), count)
+    return values, jnp.take_along_axis(ids, order, axis=1)
 
 
 def read_logprobs(packed: np.ndarray, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

@@ -16,6 +16,7 @@ noise. They have the same scale as the logits. At temperature 0 they are equal t
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import typing
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_attn.models.engine.request import NONFINITE
+from pallas_attn.runtime import device
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
@@ -83,8 +85,27 @@ def sample(
 
 
 def draw(logits: Float[Array, "n V"], rows: SamplingRows, edit: LogitEdit | None = None) -> Int32[Array, "n"]:
-    """Choose the same tokens as `sample`, int32 [n], without margins."""
-    return best(logits, rows, 1, edit)[:, 0]
+    """Choose the same tokens as `sample`, int32 [n], without margins. On GPUs with Triton, `draw_kernel` draws."""
+
+    def likeliest(edited: Float[Array, "n V"]) -> Int32[Array, "n"]:
+        # max and argmax take a few us each; XLA's top_k takes 22 us for one row of 100,000 logits
+        tokens = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+        return or_nonfinite(tokens, jnp.max(edited, axis=-1) > -jnp.inf)
+
+    def drawn(edited: Float[Array, "n V"]) -> Int32[Array, "n"]:
+        if not _has_draw_kernel():
+            return likeliest(_perturbed(edited, rows))
+        from pallas_attn.models.engine.draw_kernel import draw_rows  # needs triton
+
+        noise = _noise(rows, edited.shape[-1])
+        tokens = draw_rows(edited, noise, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+        return or_nonfinite(tokens, tokens >= 0)
+
+    def or_nonfinite(tokens: Int32[Array, "n"], is_valid: Bool[Array, "n"]) -> Int32[Array, "n"]:
+        # argmax also returns a token for NaN
+        return jnp.where(is_valid & jnp.all(jnp.isfinite(logits), axis=-1), tokens, NONFINITE)
+
+    return _choose(logits, rows, edit, likeliest, drawn)
 
 
 def best(
@@ -92,7 +113,7 @@ def best(
 ) -> Int32[Array, "n count"]:
     """Return the `count` tokens with the highest perturbed logits, int32 [n, count], highest first. The first token is
     the token that `sample` chooses. Rows without a valid choice contain NONFINITE."""
-    return _highest(logits, rows, count, edit)[1]
+    return draw(logits, rows, edit)[:, None] if count == 1 else _highest(logits, rows, count, edit)[1]
 
 
 def losses(logits: Float[Array, "n V"], rows: SamplingRows, tokens: Int32[Array, "n"]) -> Float[Array, "n"]:
@@ -124,35 +145,54 @@ def _highest(
 ) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
     """Return the `count` highest perturbed logits of each row and their tokens."""
 
-    def of(drawn: Float[Array, "n V"]) -> tuple[Array, Array, Array]:
-        """Return values, tokens, and whether all logits of the row are finite, given the perturbed logits `drawn`."""
-        if count == 1:  # max and argmax take a few us each; XLA's top_k takes 22 us for one row of 100,000 logits
-            values, tokens = jnp.max(drawn, axis=-1, keepdims=True), jnp.argmax(drawn, axis=-1, keepdims=True)
-        else:
-            values, tokens = lax.top_k(drawn, count)
-        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # argmax also returns a token for NaN
-        return values, tokens.astype(jnp.int32), finite & (values[:, 0] > -jnp.inf)
+    def of(perturbed: Float[Array, "n V"]) -> tuple[Array, Array]:
+        values, tokens = lax.top_k(perturbed, count)
+        finite = jnp.all(jnp.isfinite(logits), axis=-1) & (values[:, 0] > -jnp.inf)
+        return values, jnp.where(finite[:, None], tokens.astype(jnp.int32), NONFINITE)
 
-    def chosen(edited: Float[Array, "n V"]) -> tuple[Array, Array, Array]:
-        # The branches return tokens, not perturbed logits: XLA would copy an output [n, V] of the conditional.
-        return lax.cond(is_drawn, lambda edited: of(_perturbed(edited, rows)), of, edited)
+    return _choose(logits, rows, edit, of, lambda edited: of(_perturbed(edited, rows)))
+
+
+def _choose[T](
+    logits: Float[Array, "n V"],
+    rows: SamplingRows,
+    edit: LogitEdit | None,
+    likeliest: Callable[[Float[Array, "n V"]], T],
+    drawn: Callable[[Float[Array, "n V"]], T],
+) -> T:
+    """Edit the logits. Call `drawn` with them if a row has a temperature above 0, else `likeliest`.
+
+    The functions return tokens, not perturbed logits: XLA would copy an output [n, V] of a conditional.
+    """
+
+    def chosen(edited: Float[Array, "n V"]) -> T:
+        return lax.cond(is_drawn, drawn, likeliest, edited)
 
     is_drawn = jnp.any(rows.temperature > 0)
     if edit is None:
-        values, tokens, finite = chosen(logits)
-    elif edit.is_used is None:
-        values, tokens, finite = chosen(edit.function(logits))
-    else:
-        # If no logits are edited, the inner conditional copies them. Therefore only steps that draw run it. A second
-        # copy of the code that draws would double the time to compile a step.
-        is_used, function = edit.is_used, edit.function
-        values, tokens, finite = lax.cond(
-            is_used | is_drawn,
-            lambda logits: chosen(lax.cond(is_used, function, lambda logits: logits, logits)),
-            of,
-            logits,
-        )
-    return values, jnp.where(finite[:, None], tokens, NONFINITE)
+        return chosen(logits)
+    if edit.is_used is None:
+        return chosen(edit.function(logits))
+    # If no logits are edited, the inner conditional copies them. Therefore only steps that draw run it. A second copy
+    # of the code that draws would double the time to compile a step.
+    is_used, function = edit.is_used, edit.function
+    return lax.cond(
+        is_used | is_drawn,
+        lambda logits: chosen(lax.cond(is_used, function, lambda logits: logits, logits)),
+        likeliest,
+        logits,
+    )
+
+
+def _has_draw_kernel() -> bool:
+    """Return whether `draw_kernel` runs on the device of the trace: an NVIDIA GPU, with Triton installed."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        device.triton_card(named=False)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:

@@ -21,6 +21,7 @@ from pallas_attn import (
     kv_cache_spec,
     latent_cache_spec,
 )
+from pallas_attn.models.engine.draw_kernel import draw_rows
 from pallas_attn.runtime import device
 from tests.aot.case import allocated, shape
 
@@ -678,7 +679,22 @@ SPARSE = {
     },
 }
 
-TRITON_CASES: dict[str, TritonCase] = LATENTS | SPARSE | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV
+DRAW = {
+    f"draw-{vocab_size}": TritonCase(
+        draw_rows,
+        {
+            **{name: shape(64, vocab_size, dtype=jnp.float32) for name in ("logits", "noise")},
+            **{name: shape(64, dtype=jnp.float32) for name in ("temperature", "top_p", "min_p")},
+            "top_k": shape(64, dtype=jnp.int32),
+        },
+        tensor_cores=False,
+    )
+    for vocab_size in (1000, 32000, 102400)
+}
+
+TRITON_CASES: dict[str, TritonCase] = (
+    LATENTS | SPARSE | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV | DRAW
+)
 
 SPILLS = dict.fromkeys(
     (
@@ -720,6 +736,7 @@ IN_EVERY_RUN = frozenset(
         ("index-top-k-fp8-16", "sm86"),
         ("write-index-keys-fp8", "sm80"),
         ("paged-decode-bf16-d128", "sm90"),
+        ("draw-102400", "sm90"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
         ("paged-decode-bf16-d512-tree-g8", "sm86"),

@@ -130,9 +130,45 @@ def test_bytes_of_metaspace_tokens(load_layout):
 
 
 @pytest.mark.parametrize(
+    "decoder",
+    [
+        [{"type": "Replace", "pattern": {"String": "o"}, "content": "00"}, {"type": "Fuse"}],
+        [{"type": "Fuse"}, {"type": "Replace", "pattern": {"String": "l"}, "content": ""}],
+        [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            {"type": "Fuse"},
+        ],
+    ],
+)
+def test_bytes_of_tokens_with_other_decoders(load_layout, decoder):
+    made = sentencepiece()
+    made["decoder"] = {"type": "Sequence", "decoders": decoder}
+    tokenizer = load_layout(files(made))
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    values = token_bytes(tokenizer.pieces)
+    assert b"".join(values[token] for token in ids).decode() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
     ("layout", "message"),
     [
         (files(words()), "with its decoder Join"),
+        (
+            files(
+                {
+                    **sentencepiece(),
+                    "decoder": {
+                        "type": "Sequence",
+                        "decoders": [
+                            {"type": "Fuse"},
+                            {"type": "Replace", "pattern": {"String": "lo"}, "content": "x"},
+                        ],
+                    },
+                }
+            ),
+            "with its decoder Replace",
+        ),
         (
             files(
                 sentencepiece(),
