@@ -13,6 +13,7 @@ from pallas_attn import __version__
 COMMANDS = {
     "info": ("pallas_attn.info", "print the device and the implementations that run on it"),
     "decode": ("pallas_attn.models.cli.decode.command", "decode prompts with a model"),
+    "serve": ("pallas_attn.models.cli.serve", "serve a model over HTTP, with the API of OpenAI"),
     "calibrate": ("pallas_attn.models.cli.calibrate", "compute static scales of a quantised KV cache"),
 }
 """For each subcommand: a module, whose function `main(argv, prog)` returns the exit status, and a description."""

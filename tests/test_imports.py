@@ -225,6 +225,11 @@ MODEL_PACKAGES = {
         "pallas_attn.models.compilation_cache",
     ),
     "pallas_attn.models.compilation_cache": (),
+    "pallas_attn.models.server": (
+        "pallas_attn.models.checkpoints",
+        "pallas_attn.models.engine",
+        "pallas_attn.models.llm",
+    ),
 }
 """For each package of `models`: the other packages of `models` that it may import."""
 

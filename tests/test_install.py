@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 import pallas_attn
 from pallas_attn import models
+from pallas_attn.models import server
 from pallas_attn.models.engine import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -132,9 +133,10 @@ def test_requirements_are_pinned() -> None:
 
 
 def test_extras() -> None:
-    assert {"engine", "cuda12", "cuda13", "triton", "plot", "all"} <= set(EXTRAS)
-    assert [str(requirement) for requirement in EXTRAS["all"]] == ["pallas_attn[engine,plot,triton]"]
+    assert {"engine", "server", "cuda12", "cuda13", "triton", "plot", "all"} <= set(EXTRAS)
+    assert [str(requirement) for requirement in EXTRAS["all"]] == ["pallas_attn[plot,server,triton]"]
     assert {requirement.name for requirement in EXTRAS["engine"]} == {*models.REQUIRED, "flatbuffers"}
+    assert {requirement.name for requirement in EXTRAS["server"]} == {*server.REQUIRED, "pallas_attn"}
     for extra in ("cuda12", "cuda13"):
         assert f"jax[{extra}]" in map(str, EXTRAS[extra])
         assert "flatbuffers" in {requirement.name for requirement in EXTRAS[extra]}

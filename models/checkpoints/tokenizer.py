@@ -209,13 +209,18 @@ class Tokenizer:
 
 
 class _Process:
-    """The `text_process` of one model."""
+    """The `text_process` of one model. If it has ended, for example at a limit, the next call starts it again."""
 
     def __init__(self) -> None:
+        self._popen = self._start()
+        self._lock = threading.Lock()
+        self._loading: bytes | None = None  # first request: it loads the tokenizer
+
+    def _start(self) -> subprocess.Popen[bytes]:
         # Run as a file, because "-m" would import the package and jax. Use a separate process group: Ctrl-C must
         # not end the process while texts remain to be decoded.
         command = [sys.executable, "-P", str(Path(__file__).with_name("text_process.py")), str(SECONDS), str(MEMORY)]
-        self._popen = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -223,28 +228,39 @@ class _Process:
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             process_group=0,
         )
-        self._lock = threading.Lock()
 
     def ask(self, what: str, function: str, *arguments: Any) -> Any:
         """Call a function of the process. On failure, raise a TokenizerError whose message starts with `what`."""
         request = json.dumps([function, *arguments]).encode() + b"\n"
-        pipes = self._popen.stdin, self._popen.stdout
         with self._lock:
-            try:
-                pipes[0].write(request)  # pyrefly: ignore[missing-attribute]
-                pipes[0].flush()  # pyrefly: ignore[missing-attribute]
-                reply = pipes[1].readline()  # pyrefly: ignore[missing-attribute]
-            except BrokenPipeError:
-                reply = b""
-            except BaseException:  # after an interrupt, a late response would be read by the next request
-                self._popen.kill()
-                raise
-        if not reply.endswith(b"\n"):
-            raise TokenizerError(f"{what}: {_why_ended(self._popen.wait())}")
+            reply = b"\n"
+            if self._loading is None:
+                self._loading = request
+            elif self._popen.poll() is not None:
+                self._popen.communicate()
+                self._popen = self._start()
+                reply = self._exchange(self._loading)
+            if reply.endswith(b"\n"):
+                reply = self._exchange(request)
+            if not reply.endswith(b"\n"):
+                raise TokenizerError(f"{what}: {_why_ended(self._popen.wait())}")
         right, result = json.loads(reply)
         if not right:
             raise TokenizerError(f"{what}: {result}")
         return result
+
+    def _exchange(self, request: bytes) -> bytes:
+        """Send a request and return the response, which does not end with a line break if the process has ended."""
+        pipes = self._popen.stdin, self._popen.stdout
+        try:
+            pipes[0].write(request)  # pyrefly: ignore[missing-attribute]
+            pipes[0].flush()  # pyrefly: ignore[missing-attribute]
+            return pipes[1].readline()  # pyrefly: ignore[missing-attribute]
+        except BrokenPipeError:
+            return b""
+        except BaseException:  # after an interrupt, a late response would be read by the next request
+            self._popen.kill()
+            raise
 
     def end(self) -> None:
         self._popen.kill()

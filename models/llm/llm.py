@@ -53,15 +53,13 @@ class _PromptOutputs:
     """A prompt with its outputs.
 
     Attributes:
-      text: text of the prompt; None for a prompt of token ids.
-      ids: token ids.
-      params: sampling parameters.
+      prepared: the prompt.
+      salt: salt of the prefix cache.
       sequences: outputs. Sequences after the first may be added to the engine later than the first.
     """
 
-    text: str | None
-    ids: tuple[int, ...]
-    params: SamplingParams
+    prepared: PreparedPrompt
+    salt: str
     sequences: list[_Sequence]
 
     @property
@@ -69,12 +67,31 @@ class _PromptOutputs:
         return all(sequence.result is not None for sequence in self.sequences)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreparedPrompt:
+    """A prompt with its token ids and filters, made by `LLM.prepare` for one call of `LLM.add`.
+
+    Attributes:
+      text: text of the prompt; None for a prompt of token ids.
+      ids: token ids, at least one.
+      params: sampling parameters.
+      bad_words: filter of `SamplingParams.bad_words`, which all outputs share; None without bad words.
+      grammars: filter of `SamplingParams.structured_outputs` for each output; empty without a grammar.
+    """
+
+    text: str | None
+    ids: tuple[int, ...]
+    params: SamplingParams
+    bad_words: BadWords | None
+    grammars: tuple[GrammarFilter, ...]
+
+
 class LLM:
     """Generates texts with a model from a local folder or the Hugging Face Hub.
 
     The engine runs in the calls of `generate`, `chat` and of iterators of `stream`, in the thread of the caller. A
     step computes tokens for all unfinished requests, also of other streams. Calls from several threads at the same time
-    are not supported.
+    are not supported, except calls of `prepare`, `encode` and `decode`.
 
     Attributes:
       engine: the engine, for example for `engine.warmup()`, which compiles all steps, and `engine.stats()`.
@@ -268,7 +285,38 @@ class LLM:
         else:
             (one,) = _as_prompts([prompt])
             tokenized = self._tokenized(one)
-        return Stream(self, self._add(tokenized, SamplingParams() if params is None else params))
+        return self.add(self._prepared(tokenized, SamplingParams() if params is None else params))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+        """Tokenize a prompt and compile the grammar of its parameters, for `add`.
+
+        Any thread may call this method, also while another thread runs `step`.
+
+        Args:
+          prompt: a text, or token ids.
+          params: sampling parameters; None for the defaults.
+
+        Raises:
+          ValueError: an argument has the wrong type or value, or a grammar is not valid.
+          NotImplementedError: the tokenizer does not support grammars.
+        """
+        (one,) = _as_prompts([prompt])
+        return self._prepared(self._tokenized(one), SamplingParams() if params is None else params)
+
+    def add(self, prompt: PreparedPrompt, *, salt: str = "") -> Stream:
+        """Queue a prepared prompt.
+
+        Args:
+          prompt: the prompt. It can be added once.
+          salt: prompts share cached prefixes only with prompts of the same salt.
+
+        Returns:
+          Iterator as `stream`.
+
+        Raises:
+          ValueError: the prompt is too long, or the engine does not support a parameter. Nothing is queued.
+        """
+        return Stream(self, self._add(prompt, salt=salt))
 
     # --- the engine
 
@@ -352,7 +400,7 @@ class LLM:
         own: list[_PromptOutputs] = []
         try:
             for i, (prompt, of_prompt) in enumerate(zip(prompts, each, strict=True)):
-                own.append(self._add(prompt, of_prompt, f"prompt {i}"))
+                own.append(self._add(self._prepared(prompt, of_prompt, f"prompt {i}"), f"prompt {i}"))
             while not all(prompt.is_finished for prompt in own):
                 self.step()
             return [self._generation(prompt) for prompt in own]
@@ -360,37 +408,49 @@ class LLM:
             for prompt in own:
                 self._drop(prompt)
 
-    def _add(
+    def _prepared(
         self, prompt: tuple[str | None, Sequence[int]], params: SamplingParams, name: str = "prompt"
-    ) -> _PromptOutputs:
+    ) -> PreparedPrompt:
+        """Return a prompt of a text and token ids. `name` is its name in error messages."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: expected SamplingParams or None, got {params!r}")
+        text, ids = prompt[0], as_integers(name, prompt[1])
+        if not ids:
+            raise ValueError(f"{name}: expected at least one token, got none")
+        bad_words, grammars = None, list[GrammarFilter]()
+        if params.bad_words:
+            bad_words = BadWords(params.bad_words, self._tokenizer("bad_words"), self._vocab_size)
+        if params.structured_outputs is not None:
+            ends = params.stop_token_ids
+            grammars = [GrammarFilter(self.grammars, params.structured_outputs, params.min_tokens, ends)]
+            grammars += [grammars[0].copy() for _ in range(params.n - 1)]
+        return PreparedPrompt(text, ids, params, bad_words, tuple(grammars))
+
+    def _add(self, prompt: PreparedPrompt, name: str = "prompt", salt: str = "") -> _PromptOutputs:
         """Queue the outputs of a prompt. `name` is its name in error messages.
 
         Outputs after the first wait until the first has a token. They then find the full pages of the prompt in the
         prefix cache, so that all outputs share these pages.
         """
         self._check_open()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params: expected SamplingParams or None, got {params!r}")
-        text, ids = prompt[0], as_integers(name, prompt[1])
-        if not ids:
-            raise ValueError(f"{name}: expected at least one token, got none")
-        outputs = [TextOutput(self.tokenizer, params, self._eos_token_ids) for _ in range(params.n)]
-        added = _PromptOutputs(text, ids, params, [_Sequence(output) for output in outputs])
-        shares_pages = self.engine.config.prefix_caching and len(ids) > self.engine.config.page_size
+        outputs = [TextOutput(self.tokenizer, prompt.params, self._eos_token_ids) for _ in range(prompt.params.n)]
+        added = _PromptOutputs(prompt, salt, [_Sequence(output) for output in outputs])
+        shares_pages = self.engine.config.prefix_caching and len(prompt.ids) > self.engine.config.page_size
         try:
-            self._add_sequences(added, 0, 1 if shares_pages else params.n)
+            self._add_sequences(added, 0, 1 if shares_pages else prompt.params.n)
             if refusal := self.engine.output(added.sequences[0].request_id).refusal:
                 raise ValueError(f"{name}: {refusal}")
         except BaseException:
             self._drop(added)
             raise
-        if shares_pages and params.n > 1:
+        if shares_pages and prompt.params.n > 1:
             self._waiting.append(added)
         return added
 
     def _add_sequences(self, prompt: _PromptOutputs, first: int, end: int) -> None:
         """Add outputs of a prompt to the engine. Output i has the seed `seed` + i, modulo 2**32, as in vLLM."""
-        params = prompt.params
+        prepared = prompt.prepared
+        params = prepared.params
         for i, sequence in enumerate(prompt.sequences[first:end], first):
             if sequence.request_id in self._open or sequence.result is not None:
                 continue  # an exception interrupted an earlier call
@@ -400,15 +460,10 @@ class LLM:
                 prompt_logprobs=params.prompt_logprobs if i == 0 else None,
                 min_tokens=0 if params.structured_outputs is not None else params.min_tokens,
             )
-            filters: list[TokenFilter] = []
-            if params.bad_words:
-                filters.append(BadWords(params.bad_words, self._tokenizer("bad_words"), self._vocab_size))
-            if params.structured_outputs is not None:
-                ends = params.stop_token_ids
-                sequence.grammar = GrammarFilter(self._grammars, params.structured_outputs, params.min_tokens, ends)
-                filters.append(sequence.grammar)
+            sequence.grammar = prepared.grammars[i] if prepared.grammars else None
+            filters = [f for f in (prepared.bad_words, sequence.grammar) if f is not None]
             request_id = self.engine.add_request(
-                prompt.ids, own, on_token=self._on_token, token_filter=self._all_of(filters)
+                prepared.ids, own, salt=prompt.salt, on_token=self._on_token, token_filter=self._all_of(filters)
             )
             sequence.request_id = request_id
             self._open[request_id] = sequence
@@ -420,7 +475,8 @@ class LLM:
         return filters[0] if filters else None
 
     @functools.cached_property
-    def _grammars(self) -> GrammarTokenizer:
+    def grammars(self) -> GrammarTokenizer:
+        """The vocabulary of the model, prepared for grammars. The first use takes seconds for a large vocabulary."""
         return GrammarTokenizer(self._tokenizer("structured_outputs"), self._vocab_size, self._eos_token_ids)
 
     def _settle_ended(self) -> None:
@@ -432,7 +488,7 @@ class LLM:
             self._ended.popleft()
         for prompt in [*self._waiting]:
             if prompt.sequences[0].text.token_ids or prompt.sequences[0].result is not None:
-                self._add_sequences(prompt, 1, prompt.params.n)
+                self._add_sequences(prompt, 1, len(prompt.sequences))
                 self._waiting.remove(prompt)  # last, so that the next step continues after an exception
 
     def _settle(self, sequence: _Sequence) -> None:
@@ -477,13 +533,10 @@ class LLM:
     def _generation(self, prompt: _PromptOutputs) -> Generation:
         """Return the current state of a prompt."""
         results = [self._result(sequence) for sequence in prompt.sequences]
-        first = results[0]
         return Generation(
-            prompt=prompt.text,
-            prompt_token_ids=[*prompt.ids],
-            prompt_logprobs=None
-            if first is None or first.prompt_logprobs is None
-            else [None if entry is None else self._table(entry) for entry in first.prompt_logprobs],
+            prompt=prompt.prepared.text,
+            prompt_token_ids=[*prompt.prepared.ids],
+            prompt_logprobs=self._prompt_logprobs(results[0]),
             outputs=[self._completion(i, s, r) for i, (s, r) in enumerate(zip(prompt.sequences, results, strict=True))],
         )
 
@@ -492,6 +545,19 @@ class LLM:
         if sequence.result is not None or sequence.request_id not in self._open:
             return sequence.result
         return self.engine.output(sequence.request_id)
+
+    def _prompt_logprobs(self, result: RequestOutput | None) -> list[TokenLogprobTable | None] | None:
+        if result is None or result.prompt_logprobs is None:
+            return None
+        return [None if entry is None else self._table(entry) for entry in result.prompt_logprobs]
+
+    def _logprobs(self, sequence: _Sequence, first: int, end: int) -> Sequence[TokenLogprobs]:
+        """Return the log probabilities of the output tokens from `first` to `end`, without a copy of all others."""
+        if sequence.result is not None:
+            return (sequence.result.logprobs or ())[first:end]
+        if sequence.request_id not in self._open:
+            return ()
+        return self.engine._find(sequence.request_id).request.logprobs[first:end]
 
     def _completion(self, index: int, sequence: _Sequence, result: RequestOutput | None) -> Completion:
         text = sequence.text
@@ -568,9 +634,8 @@ class Stream:
             if not (text or tokens or ended):
                 continue
             logprobs = None
-            if self._prompt.params.logprobs is not None:
-                result = self._llm._result(sequence)
-                entries = () if result is None else (result.logprobs or ())[first : first + len(tokens)]
+            if self._prompt.prepared.params.logprobs is not None:
+                entries = self._llm._logprobs(sequence, first, first + len(tokens))
                 logprobs = [self._llm._table(entry) for entry in entries]
             self._has_ended[index] = ended
             reason, stop = (output.finish_reason, output.stop_reason) if ended else (None, None)
@@ -581,6 +646,17 @@ class Stream:
     def generation(self) -> Generation:
         """The prompt, and the texts that have been generated so far."""
         return self._llm._generation(self._prompt)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobTable | None] | None:
+        """Log probabilities of the prompt as in `Generation`. They are complete after the first token."""
+        return self._llm._prompt_logprobs(self._llm._result(self._prompt.sequences[0]))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that the first output found in the prefix cache; 0 until the output has ended."""
+        result = self._prompt.sequences[0].result
+        return 0 if result is None else result.cached_tokens
 
     @property
     def is_finished(self) -> bool:

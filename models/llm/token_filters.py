@@ -6,6 +6,7 @@ later. A mask has one bit per token of the model's vocabulary, in 32-bit words.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Sequence
 
@@ -198,6 +199,12 @@ class GrammarFilter:
         self._full = full_mask(tokenizer.vocab_size)
         self._min_tokens, self._ends = min_tokens, token_mask(tokenizer.vocab_size, [*ends, *self._eos])
         self._consumed: list[int] = []
+
+    def copy(self) -> GrammarFilter:
+        """Return a filter with the same grammar for another output. No token may have been consumed."""
+        other = copy.copy(self)
+        other._matcher, other._consumed = self._matcher.deep_copy(), []
+        return other
 
     def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
         has_ended = not self._eos.isdisjoint(output_ids)  # with `ignore_eos`

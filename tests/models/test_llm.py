@@ -1,5 +1,6 @@
 """`LLM`: texts, chats, streams, several outputs per prompt, and errors that leave no request behind."""
 
+import concurrent.futures
 import contextlib
 import gc
 import json
@@ -598,3 +599,63 @@ def test_drafts_change_no_result(folder, llm):
             assert output.token_ids == before.token_ids
             assert (output.logprobs is None) == (before.logprobs is None)
             assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
+
+
+# --- prepared prompts
+
+
+def test_prompt_prepared_in_another_thread(llm):
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, structured_outputs=StructuredOutputs(regex="[ab]+"))
+    expected = llm.generate(LONG, params)[0].text
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        prepared = [*threads.map(lambda prompt: llm.prepare(prompt, params), [LONG, llm.encode(LONG)] * 4)]
+    assert [prompt.text for prompt in prepared[:2]] == [LONG, None]
+    streams = [llm.add(prompt) for prompt in prepared]
+    for stream in streams:
+        assert "".join(delta.text for delta in stream) == expected
+    for wrong in ([], [1.5], {"role": "user"}):
+        with pytest.raises(ValueError, match="prompt"):
+            llm.prepare(wrong)
+    with pytest.raises(ValueError, match="regex"):
+        llm.prepare("a", SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
+
+
+def test_prefixes_are_shared_with_the_same_salt_only(llm):
+    prompt = "a prompt of several pages for salts"
+
+    def cached(salt):
+        stream = llm.add(llm.prepare(prompt, GREEDY), salt=salt)
+        assert [*stream][-1].finish_reason == "length"
+        return stream.cached_tokens
+
+    assert [cached(salt) > 0 for salt in ("x", "x", "y", "")] == [False, True, False, False]
+
+
+def test_deltas_with_logprobs_do_not_copy_earlier_tokens(llm, monkeypatch):
+    params = SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=0)
+    expected = llm.generate(LONG, params)[0]
+    calls = []
+    output = llm.engine.output
+    monkeypatch.setattr(llm.engine, "output", lambda request_id: calls.append(request_id) or output(request_id))
+    stream = llm.stream(LONG, params)
+    deltas = [*stream]
+    assert [entry for delta in deltas for entry in delta.logprobs] == expected.outputs[0].logprobs
+    assert len(calls) == 2  # when it is added, and when it has ended
+    assert stream.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_bad_words_and_grammars_are_compiled_once_per_prompt(llm, monkeypatch):
+    params = SamplingParams(
+        max_tokens=6, temperature=1.0, n=3, bad_words=["b"], structured_outputs=StructuredOutputs(regex="[abc]+")
+    )
+    expected = [output.text for output in llm.generate(LONG, params)[0].outputs]
+    made = []
+    words, matcher = llm_module.BadWords.__init__, type(llm.grammars).matcher
+    monkeypatch.setattr(llm_module.BadWords, "__init__", lambda self, *rest: made.append("words") or words(self, *rest))
+    monkeypatch.setattr(
+        type(llm.grammars), "matcher", lambda self, outputs: made.append("grammar") or matcher(self, outputs)
+    )
+    result = llm.generate(LONG, params)[0]
+    assert made == ["words", "grammar"]
+    assert [output.text for output in result.outputs] == expected
+    assert all("b" not in text and set(text) <= {"a", "c"} for text in expected)

@@ -189,12 +189,24 @@ def test_text_process_ignores_ctrl_c_and_ends_with_tokenizer(save):
     assert process.poll() is not None
 
 
-def test_dead_text_process_raises_each_time(save):
+def test_text_process_that_ended_is_started_again(save, monkeypatch):
     tokenizer = save()
+    expected = tokenizer.encode("page")
     tokenizer._process._popen.kill()
+    tokenizer._process._popen.wait()
+    assert tokenizer.encode("page") == expected
+    exchange = tokenizer._process._exchange
+
+    def kill(request):
+        tokenizer._process._popen.kill()
+        return exchange(request)
+
+    monkeypatch.setattr(tokenizer._process, "_exchange", kill)
     for _ in range(2):
         with pytest.raises(TokenizerError, match=r"tokenizer.json: the process for it ended with SIGKILL"):
             tokenizer.encode("page")
+    monkeypatch.undo()
+    assert tokenizer.encode("page") == expected
 
 
 def test_template_file_that_is_not_utf8_raises(save, tmp_path):

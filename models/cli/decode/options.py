@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pallas_attn.models.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
@@ -108,11 +108,7 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
     _check_chat(options)
     if options.max_tokens is None:
         options.max_tokens = CHAT_MAX_TOKENS if options.chat else MAX_TOKENS
-    sizes = ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len")
-    for flag in (*sizes, "index_topk"):
-        size = getattr(options, flag)
-        if size is not None and size < 1:
-            raise UsageError(f"--{flag.replace('_', '-')}: expected at least 1, got {size}")
+    convert_engine_options(options)
     if options.model is None and options.random is None:
         options.random = RANDOM_MODELS[0]
     try:
@@ -126,20 +122,33 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    options.implementation = _implementation(options.implementation)
-    options.speculate = parse_speculate(options.speculate)
-    options.mesh = parse_mesh(options.mesh)
     check_processes(options)
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
             "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens: its default depends on the prompts"
         )
+    _check_outputs(options)
+    return options
+
+
+def convert_engine_options(options: argparse.Namespace) -> None:
+    """Check and convert the options of `add_engine`, `add_attention` and `add_mesh`.
+
+    Raises:
+      UsageError: an option or a combination of options is wrong.
+    """
+    sizes = ("page_size", "num_pages", "max_batched_tokens", "max_num_seqs", "max_prefill_seqs", "max_model_len")
+    for flag in (*sizes, "index_topk"):
+        size = getattr(options, flag)
+        if size is not None and size < 1:
+            raise UsageError(f"--{flag.replace('_', '-')}: expected at least 1, got {size}")
+    options.implementation = _implementation(options.implementation)
+    options.speculate = parse_speculate(options.speculate)
+    options.mesh = parse_mesh(options.mesh)
     if options.kv_scales is not None and options.kv_dtype not in ("int8", "fp8"):
         raise UsageError("--kv-scales needs --kv-dtype int8 or fp8")
     options.kv_dtype = None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]
-    _check_outputs(options)
-    return options
 
 
 def _parser(prog: str) -> Parser:
@@ -150,9 +159,15 @@ def _parser(prog: str) -> Parser:
     _add_prompts(parser.add_argument_group("prompts", "one request per prompt"))
     _add_sampling(parser.add_argument_group("sampling"))
     _add_outputs(parser.add_argument_group("results"))
-    _add_attention(parser.add_argument_group("computation"))
+    computation = parser.add_argument_group("computation")
+    add_attention(computation)
+    computation.add_argument(
+        "--verify",
+        action="store_true",
+        help="compute every sequence again, uncached and unchunked, and compare all tokens",
+    )
     add_compilation_cache(parser.add_argument_group("compilation"))
-    _add_engine(parser.add_argument_group("engine"))
+    add_engine(parser.add_argument_group("engine"), DEFAULT_SIZES)
     _add_buckets(parser.add_argument_group("batch shapes", "one program is compiled for each shape"))
     add_mesh(parser.add_argument_group("several devices"))
     add_processes(parser.add_argument_group("several processes", "all with the same options except --process-id"))
@@ -202,25 +217,38 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
-def _add_engine(group: argparse._ArgumentGroup) -> None:
+DEFAULT_SIZES = {
+    "num_pages": "enough for all running requests",
+    "max_batched_tokens": f"{STEP_TOKENS}, fewer if the prompts are shorter, more without chunked prefill;"
+    f" {DEMO_STEP_TOKENS} for the default prompts and with --batch-invariant",
+    "max_num_seqs": "4",
+    "max_model_len": f"the model's limit; with --chat at most {CHAT_TOKENS}",
+}
+"""Descriptions of the default sizes of the engine."""
+
+
+def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str]) -> None:
+    """Add the options of the engine. `default_sizes` has the description of the default of each size."""
     group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (default: 16)")
     group.add_argument(
         "--num-pages",
         type=int,
         metavar="N",
-        help="number of pages of the cache; if pages run out, requests are preempted (default: enough for all running"
-        " requests)",
+        help="number of pages of the cache; if pages run out, requests are preempted"
+        f" (default: {default_sizes['num_pages']})",
     )
     group.add_argument(
         "--max-batched-tokens",
         type=integer,
         metavar="N",
-        help=f"maximum new tokens of a step, decode and prefill together (default: {STEP_TOKENS}, fewer if the prompts"
-        f" are shorter, more without chunked prefill; {DEMO_STEP_TOKENS} for the default prompts and with"
-        " --batch-invariant)",
+        help="maximum new tokens of a step, decode and prefill together"
+        f" (default: {default_sizes['max_batched_tokens']})",
     )
     group.add_argument(
-        "--max-num-seqs", type=integer, metavar="N", help="maximum running requests; others wait (default: 4)"
+        "--max-num-seqs",
+        type=integer,
+        metavar="N",
+        help=f"maximum running requests; others wait (default: {default_sizes['max_num_seqs']})",
     )
     group.add_argument(
         "--max-prefill-seqs",
@@ -232,8 +260,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--max-model-len",
         type=int,
         metavar="N",
-        help="maximum tokens of a request, prompt and output (default: the model's limit; with --chat at most"
-        f" {CHAT_TOKENS})",
+        help=f"maximum tokens of a request, prompt and output (default: {default_sizes['max_model_len']})",
     )
     group.add_argument(
         "--chunked-prefill",
@@ -285,7 +312,8 @@ def _add_buckets(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_attention(group: argparse._ArgumentGroup) -> None:
+def add_attention(group: argparse._ArgumentGroup) -> None:
+    """Add the options of attention, dtypes and the cache's dtype."""
     add_computation(group)
     group.add_argument(
         "--kv-dtype",
@@ -319,11 +347,6 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="number of selected keys of sparse attention, for experiments (default: from config.json)",
-    )
-    group.add_argument(
-        "--verify",
-        action="store_true",
-        help="compute every sequence again, uncached and unchunked, and compare all tokens",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from pallas_attn.models.checkpoints import load_kv_scales
 from pallas_attn.models.cli.command_line import as_usage_error
@@ -68,7 +67,7 @@ def engine_config(options: argparse.Namespace, config: ModelConfig, prompt_lens:
         prefix_caching=options.prefix_caching,
         recycling=options.recycling,
         cache_dtype=options.kv_dtype,
-        kv_scales=None if options.kv_scales is None else _kv_scales(options.kv_scales),
+        kv_scales=read_kv_scales(options),
         decode_buckets=options.decode_buckets,
         prefill_buckets=options.prefill_buckets,
         separate_prefill=False,
@@ -105,10 +104,12 @@ def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def _kv_scales(path: Path) -> KVScales:
-    """Read the file of --kv-scales. Raise UsageError if this is not possible."""
+def read_kv_scales(options: argparse.Namespace) -> KVScales | None:
+    """Read the file of --kv-scales; None without the option. Raise UsageError if this is not possible."""
+    if options.kv_scales is None:
+        return None
     with (
-        as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
+        as_usage_error(OSError, prefix=f"--kv-scales: cannot read {options.kv_scales}: "),
         as_usage_error(ValueError, prefix="--kv-scales: "),
     ):
-        return load_kv_scales(path)
+        return load_kv_scales(options.kv_scales)

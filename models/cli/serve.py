@@ -1,0 +1,432 @@
+"""Serve a model over HTTP with the API of OpenAI: `pallas-attn serve --help`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+from pallas_attn.models.checkpoints import load_tokenizer
+from pallas_attn.models.cli.command_line import (
+    FAILED,
+    Parser,
+    UsageError,
+    as_failure,
+    as_usage_error,
+    exit_status,
+    integer,
+    writing,
+)
+from pallas_attn.models.cli.decode.options import add_attention, add_engine, convert_engine_options, sizes
+from pallas_attn.models.cli.decode.sizes import read_kv_scales, rounded_up
+from pallas_attn.models.cli.mesh import add_mesh, mesh_of
+from pallas_attn.models.cli.model import load, name_of, read_config
+from pallas_attn.models.cli.model_options import RANDOM_MODELS, add_compilation_cache, enable_compilation_cache
+from pallas_attn.models.cli.output_files import check_output
+from pallas_attn.models.cli.speculate import announce_module, make_speculation
+from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.config.json_files import read_json
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import CachedPages, EngineConfig
+from pallas_attn.models.llm import LLM, SamplingParams, model_folder
+from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.reasoning import ReasoningFamily, ToolCallFamily, family_of
+from pallas_attn.models.server.server import Server, ServerOptions, listen, stop_on_signals
+
+PROG = "pallas-attn serve"
+
+KEYS_VARIABLE = "PALLAS_ATTN_API_KEY"
+"""Environment variable with API keys, separated by commas."""
+
+MODEL_LEN, NUM_SEQS, STEP_TOKENS = 8192, 16, 512
+"""Defaults of --max-model-len, if the model's limit is not less, --max-num-seqs and --max-batched-tokens."""
+
+DESCRIPTION = """\
+Serve a model over HTTP: /v1/completions and /v1/chat/completions of the API of
+OpenAI, with streaming, tools, JSON schemas and log probabilities, metrics for
+Prometheus, and a page for chats at /."""
+
+EPILOG = """\
+examples:
+  serve a model of the Hugging Face Hub at http://127.0.0.1:8000:
+    %(prog)s Qwen/Qwen3-8B
+  for other hosts, with API keys, one per line of a file:
+    %(prog)s DIR --host 0.0.0.0 --api-key-file keys.txt
+  a request:
+    curl http://127.0.0.1:8000/v1/completions \\
+        -H 'Content-Type: application/json' \\
+        -d '{"prompt": "The capital of France is", "max_tokens": 8}'
+
+exit status:
+  0    stopped by SIGTERM or Ctrl-C
+  2    wrong input, or not enough device memory; one line on stderr has the
+       reason
+  3    the engine has failed, or another failure: stderr has the reason
+"""
+
+_OF_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Entries of generation_config.json that replace OpenAI's defaults."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+      argv: arguments of the command; None for the arguments of the process.
+      prog: name of the command in its help and errors.
+    """
+    return exit_status(prog, lambda: run(parse_options(argv, prog)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model and serve it until a signal. Return the exit status.
+
+    Raises:
+      UsageError: wrong options, or a wrong input file.
+      Failure: the engine has failed, or the prefix cache cannot be saved.
+    """
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    for name in ("pallas_attn.server", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    enable_compilation_cache(options.prog, options)
+    with as_usage_error(OSError, prefix=f"--host, --port: cannot listen on {options.host}:{options.port}: "):
+        listener = listen(options.host, options.port)
+    with listener:
+        server = _server(options)
+        _say(options, f"loaded {options.served_model_name[0]}; compiling")
+        failure = asyncio.run(_serve(server, listener, lambda: _say_address(options, listener)))
+    if failure is not None:
+        print(f"{options.prog}: error: {failure}", file=sys.stderr, flush=True)
+    if server.engine is not None and server.engine.is_alive:  # a step or the compilation has not ended
+        os._exit(FAILED if failure is not None else 0)
+    return FAILED if failure is not None else 0
+
+
+async def _serve(server: Server, listener: socket.socket, on_listening: Callable[[], object]) -> str | None:
+    stop_on_signals(server, asyncio.get_running_loop())
+    return await server.run(listener, on_listening)
+
+
+def _server(options: argparse.Namespace) -> Server:
+    """Load the model and return a server of it."""
+    if options.model is not None:
+        with as_usage_error(ValueError):
+            options.model = model_folder(options.model, options.revision)
+    with as_usage_error(ValueError, NotImplementedError, OSError, RuntimeError):
+        config, defaults = announce_module(options, read_config(options)), _defaults(options)
+        folder = options.model
+        loaded = [] if folder is None else [load_tokenizer(folder) for _ in range(options.text_workers + 1)]
+        tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]
+        mesh = mesh_of(options.mesh)
+        settings = AttentionSettings(
+            mla=options.mla,
+            implementation=options.implementation,
+            index_topk=options.index_topk,
+            batch_invariant=options.batch_invariant,
+        )
+        engine_config = dataclasses.replace(_engine_config(options, config), mesh=mesh)
+        model = load(options, config, settings, mesh)
+        options.max_tokens = engine_config.max_model_len  # `make_speculation` limits the number of drafts with it
+        speculate = make_speculation(options, model, num_prompts=2**20)
+    with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
+        own = tokenizers[0] if tokenizers else None
+        llm = LLM.of_model(model, dataclasses.replace(engine_config, speculate=speculate), tokenizer=own)
+    template = None if own is None else own.chat_template
+    families = family_of(config.model_type, template)
+    for name in ("reasoning", "tool_calls"):
+        if (given := getattr(options, name)) is not None:
+            families = families._replace(**{name: None if given == "none" else given})
+    if options.served_model_name is None:
+        options.served_model_name = [options.given_name or name_of(options)]
+    server_options = ServerOptions(
+        names=options.served_model_name,
+        families=families,
+        api_keys=options.api_keys,
+        allowed_origins=options.allow_origin,
+        grace_s=options.grace,
+        defaults=defaults,
+        access_log=options.access_log,
+    )
+    limits = ServerLimits(**{_field(flag): getattr(options, _field(flag)) for flag in _LIMITS})
+    at_end = _load_prefixes(options, llm) if options.prefix_cache is not None else lambda: None
+    return Server(llm, tokenizers[1:], server_options, limits, at_end)
+
+
+def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineConfig:
+    """Return the configuration of the engine."""
+    num_seqs = options.max_num_seqs or NUM_SEQS
+    longest = options.max_model_len or min(config.max_position_embeddings, MODEL_LEN)
+    return EngineConfig(
+        num_pages=options.num_pages or rounded_up(num_seqs * -(-longest // options.page_size)),
+        page_size=options.page_size,
+        max_batched_tokens=options.max_batched_tokens or max(STEP_TOKENS, num_seqs),
+        max_num_seqs=num_seqs,
+        max_prefill_seqs=options.max_prefill_seqs,
+        max_model_len=longest,
+        chunked_prefill=options.chunked_prefill,
+        prefix_caching=options.prefix_caching,
+        recycling=options.recycling,
+        cache_dtype=options.kv_dtype,
+        kv_scales=read_kv_scales(options),
+        decode_buckets=options.decode_buckets,
+        prefill_buckets=options.prefill_buckets,
+        batch_invariant=options.batch_invariant,
+        max_logprobs=options.max_logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+    )
+
+
+def _load_prefixes(options: argparse.Namespace, llm: LLM) -> Callable[[], None]:
+    """Load the file of --prefix-cache, if it exists. Return a function that saves the prefix cache."""
+    path: Path = options.prefix_cache
+    if os.path.lexists(path):
+        with (
+            as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
+            as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
+        ):
+            llm.engine.import_pages(CachedPages.from_bytes(path.read_bytes()))
+
+    def save() -> None:
+        with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
+            pages = llm.engine.export_prefix_cache().to_bytes()
+            with writing("--prefix-cache", path, private=True) as file:  # has tokens and salts
+                file.write(pages)
+
+    return save
+
+
+def _defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters of generation_config.json.
+
+    Raises:
+      UsageError: the file has wrong values.
+    """
+    path = None if options.model is None else options.model / "generation_config.json"
+    if path is None or not options.generation_config or not path.is_file():
+        return {}
+    with as_usage_error(ValueError, OSError, prefix=f"{path}: "):
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("expected a JSON object")
+        given: dict[str, Any] = {name: content[name] for name in _OF_GENERATION_CONFIG if content.get(name) is not None}
+        if content.get("do_sample") is False:
+            given = {"temperature": 0.0}
+        SamplingParams(**given)
+    return given
+
+
+def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
+    """Parse and check the options.
+
+    Raises:
+      UsageError: an option or a combination of options is wrong.
+    """
+    options = _parser(prog).parse_args(argv)
+    options.prog = prog
+    if (options.model is None) == (options.random is None):
+        raise UsageError("expected MODEL or --random")
+    if options.model is None and options.revision is not None:
+        raise UsageError("--revision: needs MODEL")
+    options.given_name = options.model
+    convert_engine_options(options)
+    if not 0 <= options.port < 2**16:
+        raise UsageError(f"--port: expected 0 to 65535, got {options.port}")
+    for flag in _LIMITS:
+        value = getattr(options, _field(flag))
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"{flag}: expected more than 0 and less than 1e9, got {value}")
+    if not 0 <= options.grace < 1e9:
+        raise UsageError(f"--grace: expected at least 0, got {options.grace}")
+    if not 1 <= options.text_workers <= 64:
+        raise UsageError(f"--text-workers: expected 1 to 64, got {options.text_workers}")
+    options.api_keys = _api_keys(options.api_key_file)
+    if options.prefix_cache is not None:
+        if not options.prefix_caching:
+            raise UsageError("--prefix-cache: not with --no-prefix-caching")
+        with as_usage_error(OSError, prefix="--prefix-cache: cannot write the file: "):
+            check_output(options.prefix_cache)
+    return options
+
+
+def _api_keys(path: Path | None) -> list[str]:
+    """Return the keys of --api-key-file and of the environment variable."""
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if path is not None:
+        with as_usage_error(OSError, UnicodeDecodeError, prefix=f"--api-key-file: cannot read {path}: "):
+            keys += path.read_text("ascii").splitlines()
+    keys = [key.strip() for key in keys if key.strip()]
+    if path is not None and not keys:
+        raise UsageError(f"--api-key-file: {path} has no key")
+    return keys
+
+
+def _parser(prog: str) -> Parser:
+    usage = "%(prog)s MODEL [options]"
+    parser = Parser(prog, usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id of a repository of the Hub"
+    )
+    model.add_argument("--random", choices=RANDOM_MODELS, help="a small model with random weights, without tokenizer")
+    model.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
+    model.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
+    )
+    model.add_argument(
+        "--generation-config",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the sampling parameters of generation_config.json as defaults (default: yes)",
+    )
+    model.add_argument(
+        "--tool-call-parser",
+        dest="tool_calls",
+        choices=(*get_args(ToolCallFamily.__value__), "none"),
+        metavar="NAME",
+        help=f"format of the model's tool calls: none, {', '.join(get_args(ToolCallFamily.__value__))}"
+        " (default: from the chat template)",
+    )
+    model.add_argument(
+        "--reasoning-parser",
+        dest="reasoning",
+        choices=(*get_args(ReasoningFamily.__value__), "none"),
+        help="format of the model's reasoning (default: from the chat template)",
+    )
+    _add_server(parser.add_argument_group("server"))
+    _add_limits(parser.add_argument_group("limits of requests and connections"))
+    add_attention(parser.add_argument_group("computation"))
+    add_compilation_cache(parser.add_argument_group("compilation"))
+    engine = parser.add_argument_group("engine")
+    default_sizes = {
+        "num_pages": "enough for all running requests",
+        "max_batched_tokens": str(STEP_TOKENS),
+        "max_num_seqs": str(NUM_SEQS),
+        "max_model_len": f"the model's limit, at most {MODEL_LEN}",
+    }
+    add_engine(engine, default_sizes)
+    engine.add_argument(
+        "--max-logprobs",
+        type=integer,
+        default=20,
+        metavar="N",
+        help="maximum of logprobs and top_logprobs (default: 20)",
+    )
+    engine.add_argument(
+        "--prompt-logprobs",
+        action="store_true",
+        help="allow prompt_logprobs, and echo with logprobs; steps with prompts become slower",
+    )
+    buckets = parser.add_argument_group("batch shapes", "one program is compiled for each shape")
+    buckets.add_argument(
+        "--decode-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs (default: powers of"
+        " two up to it)",
+    )
+    buckets.add_argument(
+        "--prefill-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens (default: 32,"
+        " 128, 512, ... (factor 4) up to it)",
+    )
+    add_mesh(parser.add_argument_group("several devices"))
+    return parser
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument("--port", type=integer, default=8000, metavar="N", help="port; 0 for any (default: %(default)s)")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"require one of the keys of a file, one per line, or of ${KEYS_VARIABLE}, separated by commas",
+    )
+    group.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="allow web pages of this origin to use the server (CORS); may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds in which running requests may end after SIGTERM (default: %(default)g)",
+    )
+    group.add_argument(
+        "--text-workers",
+        type=integer,
+        default=2,
+        metavar="N",
+        help="threads for tokenization and grammars, each with a process for the tokenizer (default: %(default)s)",
+    )
+    group.add_argument("--access-log", action="store_true", help="print a line for each request, without its text")
+
+
+_LIMITS = {
+    "--max-body-bytes": "bytes of a request",
+    "--max-json-depth": "nested arrays and objects of a request",
+    "--max-prompt-tokens": "tokens of a prompt (default: --max-model-len)",
+    "--max-output-tokens": "value of max_tokens (default: --max-model-len)",
+    "--max-requests": "unfinished requests, running and waiting; more get the status 429",
+    "--max-waiting": "unfinished requests without a token; more get the status 429",
+    "--max-outputs": "number of prompts of a request times n",
+    "--max-stops": "entries of each of stop, bad_words and tools",
+    "--max-token-entries": "entries of each of logit_bias, stop_token_ids and allowed_token_ids",
+    "--max-grammar-bytes": "bytes of a JSON schema, regular expression or grammar",
+    "--max-unread-tokens": "generated tokens of a stream that the client has not read",
+    "--max-connections": "open connections",
+    "--request-timeout": "seconds from the arrival of a request to the end of its response",
+    "--read-timeout": "seconds in which the header of a request must arrive, and then its body",
+    "--write-timeout": "seconds in which a client must read a part of a response",
+    "--keep-alive-timeout": "seconds until the next request on a connection",
+    "--max-engine-errors": "failed steps in succession after which the server exits",
+}
+"""Options of the fields of `ServerLimits`, and their help."""
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerLimits)}
+    for flag, text in _LIMITS.items():
+        is_time = flag.endswith("-timeout")
+        name = _field(flag)
+        default = "" if defaults[name] is None else f" (default: {defaults[name]:{'g' if is_time else 'd'}})"
+        group.add_argument(
+            flag,
+            dest=name,
+            type=float if is_time else integer,
+            default=defaults[name],
+            metavar="S" if is_time else "N",
+            help=text + default,
+        )
+
+
+def _field(flag: str) -> str:
+    """Return the field of `ServerLimits` that an option sets."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return f"{name.removesuffix('_timeout')}_s" if name.endswith("_timeout") else name
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    print(f"{options.prog}: {text}", file=sys.stderr, flush=True)
+
+
+def _say_address(options: argparse.Namespace, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    _say(options, f"listening on http://{f'[{host}]' if ':' in host else host}:{port}")

@@ -1,0 +1,121 @@
+"""Metrics of the server in the text format of Prometheus, served at /metrics.
+
+The names follow vLLM, with the prefix `pallas_attn_`. Counters end with `_total`; histograms have the suffixes
+`_bucket`, `_sum` and `_count`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+PREFIX = "pallas_attn"
+
+_LATENCY = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """State of the engine after a step.
+
+    Attributes:
+      kv_cache_usage: share of the cache pages that requests own, from 0 to 1.
+      prefix_hit_rate: share of prompt tokens that were found in the prefix cache, from 0 to 1.
+      num_pages: number of all cache pages.
+      preemptions: number of preemptions since the start.
+      steps: number of steps since the start.
+    """
+
+    kv_cache_usage: float = 0.0
+    prefix_hit_rate: float = 0.0
+    num_pages: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Metrics:
+    """Metrics of one server. All methods run on the event loop.
+
+    Attributes:
+      running: `pallas_attn_num_requests_running`, requests that have received a token and have not ended.
+      waiting: `pallas_attn_num_requests_waiting`, accepted requests without a token.
+      prompt_tokens: `pallas_attn_prompt_tokens_total`.
+      cached_tokens: `pallas_attn_prefix_cache_hits_total`, prompt tokens that were found in the prefix cache.
+      queried_tokens: `pallas_attn_prefix_cache_queries_total`, prompt tokens of requests that have ended.
+      generation_tokens: `pallas_attn_generation_tokens_total`.
+      finished: `pallas_attn_request_success_total` with the label `finished_reason`: stop, length, abort or error.
+      responses: `pallas_attn_http_requests_total` with the labels `path` and `status`.
+      engine_errors: `pallas_attn_engine_errors_total`, steps that raised an exception.
+      latency: `pallas_attn_e2e_request_latency_seconds`, from the arrival to the last token.
+      first_token: `pallas_attn_time_to_first_token_seconds`, from the arrival to the first token.
+      between_tokens: `pallas_attn_inter_token_latency_seconds`.
+
+    Further gauges: `pallas_attn_kv_cache_usage_perc` (0 to 1, as in vLLM), `pallas_attn_prefix_cache_hit_rate`
+    (0 to 1), `pallas_attn_num_gpu_blocks`, `pallas_attn_num_preemptions`, `pallas_attn_engine_steps`.
+
+    Args:
+      model: value of the label `model_name` of all metrics but `responses`.
+    """
+
+    def __init__(self, model: str):
+        disable_created_metrics()  # times of creation, which Prometheus does not need
+        self.registry = CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Any:
+            return Gauge(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            made = Histogram(f"{PREFIX}_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            return made.labels(model)
+
+        self.running = gauge("num_requests_running", "Requests that have received a token and have not ended.")
+        self.waiting = gauge("num_requests_waiting", "Accepted requests without a token.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of the cache pages that requests own, from 0 to 1.")
+        self._hit_rate = gauge("prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache.")
+        self._pages = gauge("num_gpu_blocks", "Number of cache pages.")
+        self._preemptions = gauge("num_preemptions", "Preemptions since the start.")
+        self._steps = gauge("engine_steps", "Steps of the engine since the start.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self.queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self.cached_tokens = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.engine_errors = counter("engine_errors", "Steps that raised an exception.")
+        self._finished = Counter(
+            f"{PREFIX}_request_success",
+            "Outputs that have ended, by reason: stop, length, abort or error.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._responses = Counter(
+            f"{PREFIX}_http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
+        )
+        self.latency = histogram("e2e_request_latency_seconds", "From the arrival to the last token.", _LATENCY)
+        self.first_token = histogram("time_to_first_token_seconds", "From the arrival to the first token.", _FIRST)
+        self.between_tokens = histogram("inter_token_latency_seconds", "Time between tokens.", _BETWEEN)
+        self._model = model
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(model, reason)
+
+    def finished(self, reason: str) -> None:
+        """Count an output that has ended."""
+        self._finished.labels(self._model, reason).inc()
+
+    def responded(self, path: str, status: int) -> None:
+        """Count a response. `path` is the path of a route, so that the number of labels is bounded."""
+        self._responses.labels(path, str(status)).inc()
+
+    def text(self, state: EngineState) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        self._usage.set(state.kv_cache_usage)
+        self._hit_rate.set(state.prefix_hit_rate)
+        self._pages.set(state.num_pages)
+        self._preemptions.set(state.preemptions)
+        self._steps.set(state.steps)
+        return generate_latest(self.registry)

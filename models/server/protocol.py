@@ -1,0 +1,445 @@
+"""Requests of the API: their fields, and the sampling parameters that they describe.
+
+Fields of OpenAI have OpenAI's meaning, other fields have vLLM's. A field with the value null counts as not given.
+Fields that are neither here nor in `IGNORED` are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pallas_attn.models.llm import SamplingParams, StructuredOutputs
+from pallas_attn.models.server.limits import ApiError, ServerLimits, check_depth
+
+IGNORED = frozenset(
+    (
+        *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("store", "best_of", "modalities", "function_call", "functions", "use_beam_search", "length_penalty"),
+        *("priority", "continue_final_message", "spaces_between_special_tokens", "parallel_tool_calls"),
+    )
+)
+"""Fields of OpenAI and vLLM without effect. `REFUSED` limits the values of some."""
+
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "the server generates text only"),
+    "modalities": ((["text"],), "the server generates text only"),
+    "prediction": ((), "predicted outputs are not supported"),
+    "web_search_options": ((), "the server has no web search"),
+    "verbosity": ((), "no chat template has it; describe the length in a message"),
+    "store": ((False,), "the server stores nothing"),
+    "suffix": ((), "models for insertion are not supported"),
+    "best_of": ((1,), "use n and choose on the client"),
+    "functions": (([],), "deprecated by OpenAI; use tools"),
+    "function_call": (("none", "auto"), "deprecated by OpenAI; use tool_choice"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "truncate_prompt_tokens": ((), "shorten the prompt on the client"),
+    "priority": ((0,), "requests are served first come, first served"),
+    "chat_template": ((), "templates of clients are not accepted, because they run on the server"),
+    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
+    "spaces_between_special_tokens": ((True,), "special tokens are not changed"),
+    "logits_processors": ((), "code of clients is not accepted"),
+}
+"""Known fields that are not supported: the values that are accepted, and the reason."""
+
+_FUNCTION = re.compile(r"[\w.-]{1,64}")
+_TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "chat_template")
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields of both kinds of generation."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: dict[str, bool] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str = ""
+    return_token_ids: bool = False
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last event of a stream has the numbers of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[Any]
+    echo: bool = False
+    add_special_tokens: bool = True
+    logprobs: int | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+_PARAMETERS = {field.name for kind in (CompletionRequest, ChatRequest) for field in msgspec.structs.fields(kind)}
+
+
+def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLimits) -> Body:
+    """Decode and check a request body.
+
+    Raises:
+      ApiError: the body is not JSON, or a field is unknown, not supported or of the wrong type.
+    """
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ApiError(f"request: expected JSON: {error}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise ApiError("request: expected a JSON object", code="invalid_json")
+    check_depth(given, limits.max_json_depth)
+    given = {name: value for name, value in given.items() if value is not None}
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    for name in [*given]:
+        accepted, reason = REFUSED.get(name, ((given[name],), ""))
+        if given[name] not in accepted:
+            raise ApiError(f"{name}: not supported: {reason}", param=name, code="unsupported_parameter")
+        if name not in known:
+            if name not in IGNORED and name not in REFUSED:
+                shown = name[:100]
+                raise ApiError(f"unrecognized request argument: {shown!r}", param=shown, code="unknown_parameter")
+            del given[name]
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        match = re.search(r"\$\.(\w+)|field `(\w+)`", str(error))
+        param = None if match is None else match[1] or match[2]
+        raise ApiError(f"{param or 'request'}: {error}", param=param) from error
+
+
+def sampling_params(
+    request: GenerationRequest,
+    num_prompt_tokens: int,
+    *,
+    limits: ServerLimits,
+    max_len: int,
+    defaults: Mapping[str, Any],
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    structured: StructuredOutputs | None,
+    skip_special_tokens: bool,
+) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Args:
+      request: the request.
+      num_prompt_tokens: number of prompt tokens.
+      limits: limits of the server.
+      max_len: maximum number of tokens of a sequence, prompt and output.
+      defaults: sampling parameters of the model, by name. They replace OpenAI's defaults.
+      logprobs: number of likeliest tokens whose log probabilities are returned; None for no log probabilities.
+      prompt_logprobs: the same for the tokens of the prompt.
+      structured: format of the output.
+      skip_special_tokens: default of the field of this name.
+
+    Raises:
+      ApiError: a value is out of range.
+    """
+    wanted, is_chat = request.max_tokens, isinstance(request, ChatRequest)
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        wanted = request.max_completion_tokens
+    room = max_len - num_prompt_tokens
+    most = min(max_len - 1, limits.max_prompt_tokens or max_len)
+    if num_prompt_tokens > most:
+        raise ApiError(
+            f"prompt: expected at most {most} tokens, got {num_prompt_tokens}; the maximum of prompt and output is"
+            f" {max_len}",
+            param="messages" if is_chat else "prompt",
+            code="context_length_exceeded",
+        )
+    limit = limits.max_output_tokens or max_len
+    if wanted is None:
+        wanted = min(room if is_chat else 16, limit)
+    elif wanted > limit:
+        raise ApiError(f"max_tokens: expected at most {limit}, got {wanted}", param="max_tokens")
+    max_tokens = min(wanted, room)
+
+    def value(name: str, default: float) -> Any:
+        given = getattr(request, name)
+        return defaults.get(name, default) if given is None else given
+
+    seed = random.getrandbits(32) if request.seed is None else request.seed % 2**32
+    with as_api_error():
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=value("temperature", 1.0),
+            top_p=value("top_p", 1.0),
+            top_k=value("top_k", 0),
+            min_p=value("min_p", 0.0),
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=value("presence_penalty", 0.0),
+            frequency_penalty=value("frequency_penalty", 0.0),
+            seed=seed,
+            n=request.n,
+            min_tokens=min(request.min_tokens, max_tokens) if request.min_tokens <= wanted else request.min_tokens,
+            stop=_bounded("stop", [request.stop] if isinstance(request.stop, str) else request.stop, limits.max_stops),
+            bad_words=_bounded("bad_words", request.bad_words, limits.max_stops),
+            stop_token_ids=_bounded("stop_token_ids", request.stop_token_ids, limits.max_token_entries),
+            allowed_token_ids=None
+            if request.allowed_token_ids is None
+            else _bounded("allowed_token_ids", request.allowed_token_ids, limits.max_token_entries),
+            logit_bias=_logit_bias(request.logit_bias, limits.max_token_entries),
+            ignore_eos=request.ignore_eos,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=skip_special_tokens
+            if request.skip_special_tokens is None
+            else request.skip_special_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured,
+        )
+
+
+@contextlib.contextmanager
+def as_api_error() -> Iterator[None]:
+    """Context manager that converts ValueError and NotImplementedError of the engine to ApiError."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise of_engine(error) from error
+
+
+def of_engine(error: Exception) -> ApiError:
+    """Return the error for a request that the engine or the tokenizer refuses."""
+    match = re.match(r"\w+", str(error))
+    return ApiError(str(error), param=match[0] if match and match[0] in _PARAMETERS else None)
+
+
+def _bounded(name: str, entries: Sequence[Any] | None, limit: int) -> Sequence[Any]:
+    if entries is not None and len(entries) > limit:
+        raise ApiError(f"{name}: expected at most {limit} entries, got {len(entries)}", param=name)
+    return entries or ()
+
+
+def _logit_bias(given: Mapping[str, float] | None, limit: int) -> dict[int, float]:
+    _bounded("logit_bias", [*(given or ())], limit)
+    try:
+        return {int(token): bias for token, bias in (given or {}).items()}
+    except ValueError as error:
+        raise ApiError("logit_bias: expected token ids as keys", param="logit_bias") from error
+
+
+def structured_outputs(request: GenerationRequest, limits: ServerLimits) -> StructuredOutputs | None:
+    """Return the format of the output from response_format, structured_outputs or the guided fields; None without.
+
+    Raises:
+      ApiError: several formats are given, or a format is not valid or too large.
+    """
+    given: dict[str, tuple[str, Any]] = {}
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(request, f"guided_{kind}")) is not None:
+            given[f"guided_{kind}"] = (kind, value)
+    for kind, value in (request.structured_outputs or {}).items():
+        if kind not in ("json", "regex", "choice", "grammar"):
+            raise ApiError("structured_outputs: expected json, regex, choice or grammar", param="structured_outputs")
+        given[f"structured_outputs.{kind}"] = (kind, value)
+    if (schema := _response_schema(request.response_format)) is not None:
+        given["response_format"] = ("json", schema)
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ApiError(f"{', '.join(given)}: expected one format of the output", param=next(iter(given)))
+    ((param, (kind, value)),) = given.items()
+    if (size := len(json.dumps(value))) > limits.max_grammar_bytes:
+        raise ApiError(f"{param}: expected at most {limits.max_grammar_bytes} bytes, got {size}", param=param)
+    try:
+        return StructuredOutputs(**{kind: value})
+    except ValueError as error:
+        raise ApiError(f"{param}: {error}", param=param) from error
+
+
+def _response_schema(given: Mapping[str, Any] | None) -> Any:
+    """Return the JSON schema of response_format; None for text."""
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise ApiError(
+        "response_format: expected the type text, json_object, or json_schema with json_schema.schema",
+        param="response_format",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolChoice:
+    """Tools of a chat.
+
+    Attributes:
+      tools: tools for the chat template and the parser; empty if the model may call none.
+      forced: "" if the model may answer with text; "required" if it must call a tool; otherwise name of the tool that
+        it must call.
+      schema: JSON schema of the output if `forced` is not "" and the model has no format of tool calls.
+    """
+
+    tools: list[dict[str, Any]]
+    forced: str = ""
+    schema: Any = None
+
+
+def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
+    """Check the tools of a request and the choice between them.
+
+    Raises:
+      ApiError: a tool or the choice is not valid.
+    """
+    tools, choice = list(_bounded("tools", request.tools, limits.max_stops)), request.tool_choice
+    if (size := len(json.dumps(tools))) > limits.max_grammar_bytes:
+        raise ApiError(f"tools: expected at most {limits.max_grammar_bytes} bytes, got {size}", param="tools")
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name), **function}} if _FUNCTION.fullmatch(name):
+                schemas[name] = function.get("parameters") or {"type": "object"}
+            case _:
+                raise ApiError(
+                    f'tools: expected {{"type": "function", "function": {{"name": ...}}}} as entry {i}', param="tools"
+                )
+    match choice:
+        case "none":
+            return ToolChoice([])
+        case None | "auto":
+            if choice and not tools:
+                raise ApiError("tool_choice: expected tools", param="tool_choice")
+            return ToolChoice(tools)
+        case "required" if tools:
+            calls = [
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": schema},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+                for name, schema in schemas.items()
+            ]
+            most = {} if request.parallel_tool_calls else {"maxItems": 1}
+            array = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+            return ToolChoice(tools, "required", array)
+        case {"type": "function", "function": {"name": name}} if name in schemas:
+            return ToolChoice(tools, name, schemas[name])
+    raise ApiError("tool_choice: expected none, auto, required with tools, or a function of tools", param="tool_choice")
+
+
+def chat_arguments(request: ChatRequest | TokenizeRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages of a chat in the form that chat templates expect, and variables of the template.
+
+    Parts of a text are joined by line breaks, and arguments of earlier tool calls are decoded, as in vLLM.
+
+    Raises:
+      ApiError: a message has another form, or a part that is not text.
+    """
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages or ())]
+    if not messages:
+        raise ApiError("messages: expected at least one message", param="messages")
+    variables = dict(request.chat_template_kwargs or {})
+    if wrong := [name for name in variables if name in _TEMPLATE_ARGUMENTS]:
+        raise ApiError(f"chat_template_kwargs: not {wrong[0]}, which is a field", param="chat_template_kwargs")
+    for name in ("reasoning_effort", "documents"):
+        if getattr(request, name, None) is not None:
+            variables[name] = getattr(request, name)
+    return messages, variables
+
+
+def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(message.get("role"), str):
+        raise ApiError(f"{name}.role: expected a string", param="messages")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            match part:
+                case {"type": "text" | "refusal" as kind} if isinstance(part.get(kind), str):
+                    texts.append(part[kind])
+                case _:
+                    raise ApiError(f"{name}.content: expected parts of the type text only", param="messages")
+        content = "\n".join(texts)
+    if not isinstance(content, str | None):
+        raise ApiError(f"{name}.content: expected a string or a list of parts", param="messages")
+    result = {**message, "content": content or ""}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in message["tool_calls"]]
+    return result
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    """Decode the arguments of an earlier tool call, because chat templates expect an object."""
+    match call:
+        case {"function": {"name": str(), **function}}:
+            arguments = function.get("arguments") or "{}"
+            try:
+                decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except ValueError:
+                decoded = arguments  # a model may have written invalid JSON; the template prints it
+            return {**call, "function": {**call["function"], "arguments": decoded}}
+    raise ApiError(f"{name}: expected objects with a function", param="messages")

@@ -1,0 +1,287 @@
+"""OpenAI's response objects, built from the parts that the engine returns.
+
+A reply turns each part into the choices of an event of a stream. A response without streaming merges the choices of all
+events, so both have the same content.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pallas_attn.models.llm import Delta
+from pallas_attn.models.llm.results import TokenLogprobTable
+from pallas_attn.models.server.engine_thread import Part
+from pallas_attn.models.server.limits import ApiError
+from pallas_attn.models.server.prepare import ChatWork, CompletionWork
+from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta
+
+_TEXTS = ("text", "content", "reasoning_content", "name", "arguments")
+"""Entries of choices that events have in parts."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class Reply:
+    """Builds the response of one request.
+
+    Args:
+      work: the request.
+      model: name of the model.
+    """
+
+    id_prefix = object_name = chunk_name = ""
+
+    def __init__(self, work: CompletionWork | ChatWork, model: str):
+        self._work = work
+        self._completion_tokens = self._cached_tokens = 0
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._merged: dict[int, dict[str, Any]] = {}
+
+    def choices(self, part: Part) -> list[dict[str, Any]]:
+        """Return the choices of the events for a part, at most one event per choice."""
+        raise NotImplementedError
+
+    def events(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        """Return the events of a stream for new parts.
+
+        Raises:
+          ApiError: an output has failed.
+        """
+        usage = {"usage": None} if self._work.request.includes_usage else {}
+        head = {**self._head, "object": self.chunk_name}
+        return [{**head, "choices": [choice], **usage} for part in parts for choice in self._counted(part)]
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Merge new parts into `result`. Raises as `events`."""
+        for part in parts:
+            for choice in self._counted(part):
+                merge(self._merged.setdefault(choice["index"], {}), choice)
+
+    def last_event(self) -> dict[str, Any]:
+        """Return the event with the numbers of tokens."""
+        return {**self._head, "object": self.chunk_name, "choices": [], "usage": self.usage}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The response without streaming."""
+        choices = [self._whole(self._merged[index]) for index in sorted(self._merged)]
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Numbers of tokens."""
+        prompt = sum(len(prompt.ids) for prompt in self._work.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    def _whole(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return choice
+
+    def _counted(self, part: Part) -> list[dict[str, Any]]:
+        delta = part.delta
+        if delta.finish_reason in ("nonfinite", "abort", "refused"):
+            reason = "the logits are NaN or infinite" if delta.finish_reason == "nonfinite" else delta.stop_reason
+            raise ApiError(f"the output ended early: {reason or delta.finish_reason}", 500, code="output_failed")
+        self._completion_tokens += len(delta.token_ids)
+        self._cached_tokens += part.cached_tokens
+        return self.choices(part)
+
+    def _ending(self, delta: Delta) -> dict[str, Any]:
+        """Return the entries of a choice that depend on the tokens and the end of an output."""
+        ids = {"token_ids": delta.token_ids} if self._work.request.return_token_ids else {}
+        return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **ids}
+
+
+def merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Append the texts and lists of a choice, or of an object in it, to earlier ones, and replace other entries."""
+    for name, value in part.items():
+        if name == "tool_calls":
+            calls = whole.setdefault(name, [])
+            for call in value:
+                if call["index"] == len(calls):
+                    calls.append({"id": call["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+                merge(calls[call["index"]]["function"], call["function"])
+        elif isinstance(value, dict):
+            merge(whole.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            whole.setdefault(name, []).extend(value)
+        elif name in _TEXTS and name in whole:
+            whole[name] += value
+        elif value is not None or name not in whole:
+            whole[name] = value
+
+
+class CompletionReply(Reply):
+    """Builds the response of /v1/completions."""
+
+    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, work: CompletionWork, model: str):
+        super().__init__(work, model)
+        self._completion = work
+        self._offsets: dict[int, int] = {}  # length of the text of each output
+        self._prompt_logprobs: dict[int, Any] = {}
+
+    def choices(self, part: Part) -> list[dict[str, Any]]:
+        work, delta = self._completion, part.delta
+        index = part.prompt * work.request.n + delta.index
+        ids, tables, text = delta.token_ids, delta.logprobs, delta.text
+        is_first = index not in self._offsets
+        if part.prompt_logprobs is not None:
+            self._prompt_logprobs[part.prompt] = part.prompt_logprobs
+        if work.echoes_only:
+            self._completion_tokens = 0
+            if not is_first:
+                return []
+            delta = Delta(delta.index, "", [], "length")
+            ids, tables, text = [], None if tables is None else [], ""
+        all_tables: Sequence[TokenLogprobTable | None] | None = tables
+        if work.request.echo and is_first:
+            text = work.texts[part.prompt] + text
+            if tables is not None:
+                ids = [*work.prompts[part.prompt].ids, *ids]
+                all_tables = [*self._prompt_logprobs[part.prompt], *tables]
+        offset = self._offsets.setdefault(index, 0)
+        first = work.first_tokens[part.prompt] if work.first_tokens else ""
+        logprobs = None if all_tables is None else self._logprobs(ids, all_tables, offset, first)
+        self._offsets[index] += len(text) if logprobs is None else sum(map(len, logprobs["tokens"]))
+        choice = {"index": index, "text": text, "logprobs": logprobs, **self._ending(delta)}
+        if is_first and work.request.return_token_ids:
+            choice["prompt_token_ids"] = [*work.prompts[part.prompt].ids]
+        if part.prompt_logprobs is not None and work.request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
+        return [choice]
+
+    def _logprobs(
+        self, ids: Sequence[int], tables: Sequence[TokenLogprobTable | None], offset: int, first: str
+    ) -> dict[str, list[Any]]:
+        tokens, offsets = [], []
+        for token, table in zip(ids, tables, strict=True):
+            tokens.append(first if table is None else table[token].decoded_token)
+            offsets.append(offset)
+            offset += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                None if table is None else _finite(table[token].logprob)
+                for token, table in zip(ids, tables, strict=True)
+            ],
+            "top_logprobs": [
+                None if table is None else {entry.decoded_token: _finite(entry.logprob) for entry in table.values()}
+                for table in tables
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(Reply):
+    """Builds the response of /v1/chat/completions."""
+
+    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, work: ChatWork, model: str):
+        super().__init__(work, model)
+        self._chat = work
+        self._parsers: dict[int, Any] = {}
+        self._called: set[int] = set()  # outputs with tool calls
+
+    def choices(self, part: Part) -> list[dict[str, Any]]:
+        work, delta, index = self._chat, part.delta, part.delta.index
+        is_first = index not in self._parsers
+        if is_first:
+            self._parsers[index] = work.parsers()
+        message = self._message(index, delta.text, is_last=delta.finish_reason is not None)
+        ending = self._ending(delta)
+        if index in self._called and delta.finish_reason == "stop" and work.choice.forced in ("", "required"):
+            ending["finish_reason"] = "tool_calls"
+        logprobs = None if delta.logprobs is None else {"content": self._logprobs(delta)}
+        if is_first:
+            message = {"role": "assistant", "content": "", **message}
+        elif not (message or logprobs or delta.finish_reason or work.request.return_token_ids):
+            return []
+        choice = {"index": index, "delta": message, "logprobs": logprobs, **ending}
+        if is_first and work.request.return_token_ids:
+            choice["prompt_token_ids"] = [*work.prompts[0].ids]
+        if part.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
+        return [choice]
+
+    def _message(self, index: int, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Return the parts of the message that are certain after a further text of the output."""
+        reasoning, calls = self._parsers[index]
+        parts = [*reasoning.feed(text), *(reasoning.finish() if is_last else ())]
+        deltas: list[ContentDelta | ToolCallDelta] = []
+        message: dict[str, Any] = {}
+        for kind, piece in parts:
+            if kind == "content":
+                deltas += calls.feed(piece)
+            elif self._chat.request.include_reasoning:
+                message["reasoning_content"] = message.get("reasoning_content", "") + piece
+        if is_last:
+            deltas += calls.finish()
+        for new in deltas:
+            if isinstance(new, ContentDelta):
+                message["content"] = message.get("content", "") + new.text
+            elif new.index == 0 or self._chat.request.parallel_tool_calls:
+                self._called.add(index)
+                call: dict[str, Any] = {"index": new.index, "function": {"arguments": new.arguments}}
+                if new.id is not None:
+                    call |= {"id": new.id, "type": "function"}
+                    call["function"]["name"] = new.name
+                message.setdefault("tool_calls", []).append(call)
+        return message
+
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        most = self._chat.request.top_logprobs or 0
+        return [
+            {
+                **_logprob(*_entry(table, token)),
+                "top_logprobs": [
+                    _logprob(entry.decoded_token, entry.logprob) for entry in table.values() if entry.rank <= most
+                ],
+            }
+            for token, table in zip(delta.token_ids, delta.logprobs or (), strict=True)
+        ]
+
+    def _whole(self, choice: dict[str, Any]) -> dict[str, Any]:
+        message = choice.pop("delta")
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return {**choice, "message": message}
+
+
+def _entry(table: TokenLogprobTable, token: int) -> tuple[str, float]:
+    return table[token].decoded_token, table[token].logprob
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": [*text.encode()]}
+
+
+def _finite(logprob: float) -> float:
+    """Return a log probability that JSON can represent; -9999 for minus infinity, as vLLM."""
+    return max(logprob, -9999.0)
+
+
+def shown_prompt_logprobs(tables: Sequence[TokenLogprobTable | None]) -> list[dict[str, Any] | None]:
+    """Return log probabilities of a prompt in vLLM's form: by token id as text."""
+    return [
+        None
+        if table is None
+        else {str(token): entry._replace(logprob=_finite(entry.logprob))._asdict() for token, entry in table.items()}
+        for table in tables
+    ]

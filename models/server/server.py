@@ -1,0 +1,210 @@
+"""The HTTP server: sockets, time limits of connections, and its life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pallas_attn.models.checkpoints import Tokenizer
+from pallas_attn.models.llm import LLM
+from pallas_attn.models.server.app import Api
+from pallas_attn.models.server.engine_thread import EngineThread
+from pallas_attn.models.server.limits import ApiError, ServerLimits
+from pallas_attn.models.server.metrics import Metrics
+from pallas_attn.models.server.prepare import Preparer
+from pallas_attn.models.server.reasoning import ParserNames
+
+LOGGER = logging.getLogger("pallas_attn.server")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server.
+
+    Attributes:
+      names: names of the model in requests and responses, at least one.
+      families: names of the parsers of reasoning and tool calls.
+      api_keys: accepted API keys; empty if requests need no key.
+      allowed_origins: origins of web pages that may read responses.
+      grace_s: seconds after `Server.stop` in which running requests may end.
+      defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
+      access_log: whether a line is logged for each request.
+    """
+
+    names: Sequence[str]
+    families: ParserNames
+    api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    grace_s: float = 30.0
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    access_log: bool = False
+
+
+class Server:
+    """An HTTP server of an LLM. `run` serves until `stop` is called.
+
+    Attributes:
+      engine: the thread of the engine; None before `run`.
+
+    Args:
+      llm: the LLM.
+      tokenizers: tokenizers of the model, one for each worker thread; empty for a model without tokenizer.
+      options: options of the server.
+      limits: limits of the server.
+      at_end: function that the engine's thread calls at its end, unless it has failed.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        tokenizers: Sequence[Tokenizer],
+        options: ServerOptions,
+        limits: ServerLimits,
+        at_end: Callable[[], object] = lambda: None,
+    ):
+        self.engine: EngineThread | None = None
+        self._llm, self._tokenizers, self._options = llm, tokenizers, options
+        self._limits, self._at_end = limits, at_end
+        self._stops = 0
+        self._stopping: asyncio.Event | None = None
+
+    async def run(self, listener: socket.socket, on_listening: Callable[[], object] = lambda: None) -> str | None:
+        """Serve on a bound socket until `stop`, or until the engine has failed.
+
+        After `stop`, new requests get the status 503, and running requests may end within the grace time. Then they are
+        aborted. A second call of `stop` ends the grace time.
+
+        Args:
+          listener: the socket.
+          on_listening: function that is called when the server accepts connections.
+
+        Returns:
+          Reason of the failure of the engine; None after `stop`.
+        """
+        options, limits = self._options, self._limits
+        self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        metrics = Metrics(options.names[0])
+        self.engine = engine = EngineThread(self._llm, limits, metrics, self._at_end)
+        preparer = Preparer(self._llm, self._tokenizers, options.names, limits, options.defaults, options.families)
+        with concurrent.futures.ThreadPoolExecutor(max(len(self._tokenizers), 1), "prepare") as workers:
+            api = Api(engine, preparer, workers, options.names, limits, metrics, options.api_keys)
+            config = uvicorn.Config(
+                api.app(options.allowed_origins),
+                http=_protocol(limits),
+                ws="none",
+                lifespan="off",
+                access_log=options.access_log,
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=limits.keep_alive_s,  # pyrefly: ignore[bad-argument-type]
+                timeout_graceful_shutdown=5,
+            )
+            http = _Http(config)
+            serving = asyncio.create_task(http.serve([listener]))
+            while not http.started and not serving.done():
+                await asyncio.sleep(0.01)
+            on_listening()
+            stopping, failed = (asyncio.create_task(e.wait()) for e in (self._stopping, engine.ended))
+            await asyncio.wait((stopping, failed, serving), return_when=asyncio.FIRST_COMPLETED)
+            api.is_stopping = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(options.grace_s):
+                    while engine.num_unfinished and self._stops < 2:
+                        await asyncio.sleep(0.02)
+            engine.abort_all(ApiError("the server stops", 503, code="stopping"))
+            http.should_exit = True
+            await serving
+            await engine.stop()
+            stopping.cancel()
+            failed.cancel()
+        return engine.failure
+
+    def stop(self) -> None:
+        """Let `run` end. Any thread and signal handlers may call this method while `run` is running."""
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._stops += 1
+        if self._stopping is not None:
+            self._stopping.set()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn's server without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _protocol(limits: ServerLimits) -> type[H11Protocol]:
+    """Return uvicorn's protocol with limits of the time until the header of a request has arrived, and of the number of
+    connections. uvicorn limits only the time between two requests."""
+
+    class TimedProtocol(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore[bad-override]
+            self.app_state = {"transport": transport}
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections:
+                transport.abort()
+            self._start_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:  # the header has not arrived
+                if self._timer is None and not self.transport.is_closing():
+                    self._start_timer()
+            elif self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            super().connection_lost(exc)
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            if self.transport.get_write_buffer_size():  # the client does not read the response
+                self.transport.abort()
+
+        def _start_timer(self) -> None:
+            self._timer = self.loop.call_later(limits.read_s, self.transport.abort)
+
+    return TimedProtocol
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address.
+
+    Raises:
+      OSError: the address cannot be used.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def stop_on_signals(server: Server, loop: asyncio.AbstractEventLoop) -> None:
+    """Let SIGTERM and SIGINT stop a server that runs in the main thread."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)

@@ -1,0 +1,258 @@
+"""Grammars that make a model call tools, or answer in a format after its reasoning."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import llguidance
+
+from pallas_attn.models.checkpoints import Tokenizer
+from pallas_attn.models.engine import StructuredOutputs
+from pallas_attn.models.server.reasoning import (
+    CHANNEL,
+    END,
+    END_THINK,
+    MESSAGE,
+    START,
+    THINK,
+    ParserNames,
+    starts_in_reasoning,
+)
+from pallas_attn.models.server.tool_calls import (
+    ARG_KEY,
+    ARG_VALUE,
+    CALL,
+    CALL_BEGIN,
+    CALL_END,
+    CALL_SEPARATOR,
+    CALLS_BEGIN,
+    CALLS_END,
+    END_ARG_KEY,
+    END_ARG_VALUE,
+    END_CALL,
+    Tool,
+    is_text,
+    properties_of,
+)
+
+# Spaces as `json.dumps` writes them. With free white space, a model may generate white space without end.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_ANY_TEXT = "(?s:.*)"
+
+
+class _Lark:
+    """Parts of a grammar in llguidance's variant of Lark.
+
+    Args:
+      tokenizer: tokenizer of the model. Special tokens match by id, because no text of a grammar matches them. Other
+        markers are text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        pieces = tokenizer.pieces
+        self._special = {pieces.texts[token]: token for token in pieces.special if token in pieces.texts}
+        self._names = (f"rule_{i}" for i in itertools.count())
+        self.rules: list[str] = []
+
+    def text(self, *texts: str) -> str:
+        """Return an expression for texts with special tokens."""
+        text = "".join(texts)
+        special = sorted((re.escape(token) for token in self._special if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(special)})", text) if special else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def up_to(self, marker: str, pattern: str = _ANY_TEXT) -> str:
+        """Return an expression for a text that matches a regular expression, and the first marker after it."""
+        if marker in self._special:
+            return f"/{pattern}/ {self.text(marker)}"
+        return self.rule(f"/{pattern}/", f"[suffix={json.dumps(marker, ensure_ascii=False)}]")
+
+    def rule(self, expression: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = next(self._names)
+        self.rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def grammar(self, start: str) -> StructuredOutputs:
+        # Without `no_forcing`, a common start of two markers would have to be generated as its own tokens.
+        options = '%llguidance {"no_forcing": true}'
+        return StructuredOutputs(grammar="\n".join([options, f"start: {start}", *self.rules]))
+
+
+def tool_grammar(
+    names: ParserNames,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    name: str | None = None,
+    parallel: bool = True,
+    prompt: str = "",
+) -> StructuredOutputs:
+    """Return the grammar of an output that calls tools. Reasoning may precede the calls.
+
+    The arguments match the JSON schema of the tool. For GLM, which writes strings without quotation marks, `enum`,
+    `const`, `pattern`, `minLength` and `maxLength` of strings apply, and properties have the order of the schema.
+
+    Args:
+      names: parsers of the model.
+      tools: tools of the request.
+      tokenizer: tokenizer of the model.
+      name: the only function that may be called, once; None for any function.
+      parallel: whether several calls are allowed. Llama 3 and gpt-oss make one call per message.
+      prompt: the rendered prompt. It may end inside the reasoning.
+
+    Raises:
+      ValueError: there is no tool with this name, or its parameters are not the schema of an object.
+      NotImplementedError: the format of the model's tool calls is not known.
+    """
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if not functions:
+        known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+        raise ValueError(f"tool_choice: expected the name of a tool ({known}), got {name!r}")
+    if names.tool_calls is None:
+        raise NotImplementedError("tool_choice: the chat template of the model has no known format of tool calls")
+    lark = _Lark(tokenizer)
+    calls = [_FORMATS[names.tool_calls](lark, function["name"], _parameters(function)) for function in functions]
+    one = lark.rule(" | ".join(calls))
+    is_one = name is not None or not parallel
+    match names.tool_calls:
+        case "deepseek_v3":
+            many = one if is_one else f'{one} ("\\n" {one})*'
+            start = f"{lark.text(CALLS_BEGIN)} {many} {lark.text(CALLS_END)}"
+        case "deepseek_v31":
+            start = f"{lark.text(CALLS_BEGIN)} {one if is_one else f'{one}+'} {lark.text(CALLS_END)}"
+        case "hermes":
+            start = one if is_one else f'{one} ("\\n" {one})*'
+        case "glm":
+            start = one if is_one else f"{one}+"
+        case _:
+            start = one
+    return lark.grammar(_after_reasoning(lark, names, prompt, start))
+
+
+def answer_grammar(
+    outputs: StructuredOutputs, names: ParserNames, tokenizer: Tokenizer, prompt: str = ""
+) -> StructuredOutputs:
+    """Return the grammar of an output that has a format after the reasoning of the model.
+
+    A model without reasoning has the format from the start. A context-free grammar has no effect on reasoning, so it is
+    returned unchanged.
+
+    Args:
+      outputs: format of the answer.
+      names, tokenizer, prompt: as in `tool_grammar`.
+    """
+    if names.reasoning is None or outputs.grammar is not None:
+        return outputs
+    lark = _Lark(tokenizer)
+    if outputs.json is not None:
+        answer = f"%json {outputs.json}"
+    elif outputs.regex is not None:
+        answer = f"/{llguidance.regex_to_lark(outputs.regex)}/"
+    else:
+        answer = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
+    if names.reasoning == "gpt_oss":
+        header = lark.text(CHANNEL, "final", MESSAGE)
+        return lark.grammar(_after_reasoning(lark, names, prompt, f"{header} {lark.rule(answer)}"))
+    return lark.grammar(_after_reasoning(lark, names, prompt, lark.rule(answer)))
+
+
+def _after_reasoning(lark: _Lark, names: ParserNames, prompt: str, answer: str) -> str:
+    """Return an expression for an answer after optional reasoning."""
+    if names.reasoning == "gpt_oss":
+        analysis = f"{lark.text(CHANNEL, 'analysis', MESSAGE)} {lark.up_to(END)} {lark.text(START, 'assistant')}"
+        return f"({analysis})? {answer}"
+    if names.reasoning is None or prompt.rstrip().endswith(END_THINK):
+        return answer
+    space = '("\\n")* '
+    if starts_in_reasoning(prompt):
+        return f"{lark.up_to(END_THINK)} {space}{answer}"
+    return f"({lark.text(THINK)} {lark.up_to(END_THINK)} {space})? {answer}"
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of the arguments of a function."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise ValueError(f"tools: expected parameters of {function['name']} to be the schema of an object")
+    return {**parameters, "type": "object"}
+
+
+def _json(schema: Mapping[str, Any] | bool) -> str:
+    return f"%json {json.dumps({'x-guidance': _COMPACT, **schema} if isinstance(schema, Mapping) else schema)}"
+
+
+def _hermes(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    start = lark.text(CALL, f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text('}\n', END_CALL)}")
+
+
+def _llama(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    start = lark.text(f'{{"name": {json.dumps(name)}, "parameters": ')
+    return lark.rule(f'{start} {lark.rule(_json(schema))} "}}"')
+
+
+def _deepseek_v3(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    start = lark.text(CALL_BEGIN, "function", CALL_SEPARATOR, f"{name}\n```json\n")
+    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text('\n```', CALL_END)}")
+
+
+def _deepseek_v31(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    start = lark.text(CALL_BEGIN, name, CALL_SEPARATOR)
+    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text(CALL_END)}")
+
+
+def _harmony(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    """The token <|call|> follows. It is an end-of-sequence token of the model."""
+    start = lark.text(CHANNEL, f"commentary to=functions.{name} ", "<|constrain|>", "json", MESSAGE)
+    return lark.rule(f"{start} {lark.rule(_json(schema))}")
+
+
+def _glm(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    names = schema.get("required")
+    required = names if isinstance(names, list) else []
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts = [lark.text(CALL, name)]
+    for key, value in properties_of(schema).items():
+        start = lark.text(ARG_KEY, key, END_ARG_KEY, ARG_VALUE)
+        if is_text(value):
+            entry = f"{start} {_glm_text(lark, value)}"
+        else:
+            whole = {**definitions, **value} if isinstance(value, Mapping) else value
+            entry = f"{start} {lark.rule(_json(whole))} {lark.text(END_ARG_VALUE)}"
+        parts.append(lark.rule(entry) + ("" if key in required else "?"))
+    return lark.rule(f"{' '.join(parts)} {lark.text(END_CALL)}")
+
+
+def _glm_text(lark: _Lark, schema: Mapping[str, Any]) -> str:
+    """Return an expression for a string without quotation marks, and the marker after it."""
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list) and choices:
+        return f"({' | '.join(lark.text(str(c)) or '""' for c in choices)}) {lark.text(END_ARG_VALUE)}"
+    if isinstance(pattern := schema.get("pattern"), str):
+        before, after = ("" if s else _ANY_TEXT for s in (pattern.startswith("^"), pattern.endswith("$")))
+        body = llguidance.regex_to_lark(pattern.removeprefix("^").removesuffix("$"), "dw")
+        return lark.up_to(END_ARG_VALUE, f"{before}(?:{body}){after}")
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return lark.up_to(END_ARG_VALUE, f"(?s:.{{{least},{most}}})" if least or most != "" else _ANY_TEXT)
+
+
+_FORMATS: dict[str, Callable[[_Lark, str, Mapping[str, Any]], str]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+    "glm": _glm,
+    "gpt_oss": _harmony,
+}

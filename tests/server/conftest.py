@@ -1,0 +1,36 @@
+"""Fixtures of the tests of the server."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.shared_steps import compiled_steps, shared_steps
+from tests.models import llm_case
+from tests.server.server_case import Running, serving
+
+__all__ = ["compiled_steps", "folder", "server", "shared", "shared_steps"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model with a tokenizer and a chat template."""
+    path = llm_case.write_model(tmp_path_factory.mktemp("model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Running]:
+    """The server of most tests of a module."""
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: Running) -> Iterator[Running]:
+    """The server. After the test no request may be unfinished, and no page may be used."""
+    yield shared
+    shared.wait_until_idle()

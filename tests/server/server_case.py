@@ -1,0 +1,132 @@
+"""A server with a tiny random model in a thread, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx2
+import openai
+
+from pallas_attn.models.checkpoints import load_tokenizer
+from pallas_attn.models.llm import LLM
+from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.reasoning import ParserNames
+from pallas_attn.models.server.server import Server, ServerOptions, listen
+from tests.models import llm_case
+
+NAME = "tiny"
+
+
+@dataclasses.dataclass
+class Running:
+    """A running server.
+
+    Attributes:
+      llm: its LLM. Only the server's thread may use it while the server runs.
+      server: the server.
+      port: its port on 127.0.0.1.
+      result: result of `Server.run`, after its end.
+    """
+
+    llm: LLM
+    server: Server
+    port: int
+    result: list[str | None]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> httpx2.Client:
+        given: dict[str, Any] = {"base_url": self.url, "timeout": 60.0, **options}
+        return httpx2.Client(**given)
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        given: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **options}
+        return openai.OpenAI(**given)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until no request is unfinished and all pages are free. Raise TimeoutError if this does not happen."""
+        end = time.monotonic() + timeout_s
+        engine = self.server.engine
+        assert engine is not None
+        while time.monotonic() < end:
+            is_idle = not (engine.num_unfinished or self.llm.has_unfinished or self.llm.engine.has_unfinished)
+            if is_idle and self.llm.engine.stats().used_pages == 0:
+                return
+            time.sleep(0.01)
+        raise TimeoutError(f"{engine.num_unfinished} unfinished, {self.llm.engine.stats().used_pages} pages")
+
+
+DEFAULTS: dict[str, Any] = {"names": [NAME], "families": ParserNames(None, None), "grace_s": 0.0}
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path,
+    limits: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    llm: LLM | None = None,
+    send_buffer: int | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    """Context manager that runs a server of the model in a folder until the end of the block.
+
+    Args:
+      folder: folder of `llm_case.write_model`.
+      limits: fields of `ServerLimits`.
+      llm: the LLM; None to load it.
+      send_buffer: bytes of the send buffer of connections; None for the default of the system.
+      options: fields of `ServerOptions`.
+    """
+    llm = llm_case.load(folder) if llm is None else llm
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    server = Server(llm, [tokenizer], ServerOptions(**DEFAULTS | options), ServerLimits(**limits))
+    listening = threading.Event()
+    result: list[str | None] = []
+    listener = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # accepted sockets inherit it
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=lambda: result.append(asyncio.run(server.run(listener, listening.set))))
+    thread.start()
+    try:
+        assert listening.wait(60)
+        running = Running(llm, server, port, result)
+        with running.client() as client:
+            while client.get("/ready").status_code != 200:
+                time.sleep(0.02)
+        yield running
+    finally:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            server.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a stream of server-sent events, whose end is checked."""
+    *parts, last, empty = text.split("\n\n")
+    assert (last, empty) == ("data: [DONE]", "")
+    assert all(part.startswith("data: ") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def request(body: bytes, *headers: str) -> bytes:
+    """Return the bytes of a request to /v1/completions."""
+    lines = ("POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json", *headers)
+    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body

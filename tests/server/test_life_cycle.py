@@ -1,0 +1,382 @@
+"""Aborts, overload, API keys, faults of the engine, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
+from pallas_attn.models.llm import LLM
+from pallas_attn.models.llm.token_filters import GrammarFilter
+from pallas_attn.models.server.app import Api
+from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.server import Server, ServerOptions, listen
+from tests.models import llm_case
+from tests.server.server_case import DEFAULTS, Running, events, request, serving
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 120, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture
+def llm(folder: Path) -> LLM:
+    return llm_case.load(folder)
+
+
+@pytest.fixture
+def server(folder: Path, llm: LLM) -> Iterator[Running]:
+    with serving(folder, llm=llm) as running:
+        yield running
+
+
+class Steps:
+    """Replaces `LLM.step` of a server, so that a test can delay steps and let them fail.
+
+    Attributes:
+      count: number of steps.
+      delay_s: seconds before each step.
+      errors: errors that the next steps raise.
+    """
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+        self.count, self.delay_s, self.errors = 0, 0.0, list[Exception]()
+        step = llm.step
+
+        def replaced() -> None:
+            self.count += 1
+            time.sleep(self.delay_s)
+            if self.errors:
+                raise self.errors.pop(0)
+            step()
+
+        monkeypatch.setattr(llm, "step", replaced)
+
+
+@pytest.fixture
+def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(llm, monkeypatch)
+
+
+def complete(server: Running, **fields: Any) -> httpx2.Response:
+    with server.client() as client:
+        return client.post("/v1/completions", json={**LONG, **fields})
+
+
+class Background:
+    """Requests in threads.
+
+    Attributes:
+      responses: responses that have arrived.
+    """
+
+    def __init__(self, server: Running, number: int, **fields: Any):
+        self.responses: list[httpx2.Response] = []
+        self._threads = [
+            threading.Thread(target=lambda: self.responses.append(complete(server, **fields))) for _ in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> list[int]:
+        """Wait for all responses, and return their statuses."""
+        for thread in self._threads:
+            thread.join(60)
+        return sorted(response.status_code for response in self.responses)
+
+
+def wait_for(condition: Any, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def metric(server: Running, name: str) -> float:
+    with server.client() as client:
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+# --- disconnects and slow clients
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_the_pages_before_the_next_step(server: Running, steps: Steps, stream: bool) -> None:
+    steps.delay_s = 0.1
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    with server.connect() as raw:
+        raw.sendall(request(body))
+        wait_for(lambda: steps.count >= 4)
+        assert server.llm.engine.stats().used_pages > 0
+        engine = server.server.engine
+        assert engine is not None
+    wait_for(lambda: engine.num_unfinished == 0)
+    count = steps.count
+    server.wait_until_idle()
+    assert steps.count <= count + 2  # the current step, and the step that reads its results
+    assert metric(server, 'pallas_attn_request_success_total{finished_reason="abort"') == 1
+
+
+def test_disconnect_during_preparation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    prepare = server.llm.prepare
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        go_on.wait(20)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(server.llm, "prepare", slow)
+    with pytest.raises(httpx2.TimeoutException), server.client(timeout=0.5) as client:
+        client.post("/v1/completions", json=LONG)
+    assert entered.is_set()
+    go_on.set()
+    server.wait_until_idle()
+    monkeypatch.undo()
+    assert complete(server, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("write_s", [60.0, 0.5])
+def test_reader_that_does_not_read_is_aborted(folder: Path, llm: LLM, steps: Steps, write_s: float) -> None:
+    steps.delay_s = 0.02
+    limits = {"max_unread_tokens": 20, "write_s": write_s}
+    body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 4, "temperature": 1.0}).encode()
+    with serving(folder, limits, llm=llm, send_buffer=4096) as server, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        raw.settimeout(20)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(request(body))
+        wait_for(lambda: metric(server, 'pallas_attn_request_success_total{finished_reason="abort"') == 1)
+        server.wait_until_idle()
+        if write_s < 1:
+            wait_for(lambda: metric(server, 'pallas_attn_http_requests_total{path="/v1/completions"') == 1)
+        text = b""
+        with contextlib.suppress(ConnectionResetError):
+            while b"[DONE]" not in text and (part := raw.recv(2**16)):
+                text += part
+        assert (b"slow_reader" in text) == (b"[DONE]" in text) == (write_s > 1)
+        assert complete(server, max_tokens=1).status_code == 200
+
+
+# --- limits
+
+
+def test_overload(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, {"max_requests": 6, "max_waiting": 3}, llm=llm) as server:
+        steps.delay_s = 0.2
+        engine = server.server.engine
+        assert engine is not None
+        first = Background(server, 3, max_tokens=100)
+        wait_for(lambda: engine.num_unfinished == 3 and engine.num_waiting == 0)
+        second = Background(server, 3, max_tokens=100)
+        wait_for(lambda: engine.num_unfinished == 6)
+        response = complete(server)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        steps.delay_s = 0.0
+        assert first.join() + second.join() == [200] * 6
+        steps.delay_s = 1.0
+        waiting = Background(server, 3, max_tokens=2)
+        wait_for(lambda: engine.num_waiting == 3)
+        assert complete(server).status_code == 429
+        steps.delay_s = 0.0
+        assert waiting.join() == [200] * 3
+        server.wait_until_idle()
+
+
+def test_time_of_a_request(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, {"request_s": 1.0}, llm=llm) as server:
+        steps.delay_s = 0.1
+        response = complete(server)
+        assert (response.status_code, response.json()["error"]["type"]) == (504, "timeout_error")
+        *parts, last = events(complete(server, stream=True).text)
+        assert parts
+        assert last["error"]["code"] == "timeout"
+        steps.delay_s = 0.0
+        server.wait_until_idle()
+
+
+# --- API keys
+
+
+def test_api_keys(folder: Path, llm: LLM) -> None:
+    with serving(folder, llm=llm, api_keys=["key-a", "key-b"]) as server:
+        body = {"prompt": "hello", "max_tokens": 1}
+        with server.client() as client:
+            for value in (None, "key-a", "Bearer", "Bearer key-", "Bearer key-c", "Basic key-a", "Bearer k\xe9y"):
+                headers = {} if value is None else {b"Authorization": value.encode("latin-1")}
+                response = client.post("/v1/completions", json=body, headers=headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
+            for path in ("/v1/models", "/v1/nope"):
+                assert client.get(path).status_code == 401
+            assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
+            for path in ("/health", "/ready", "/metrics", "/version", "/"):
+                assert client.get(path).status_code == 200
+            for key in ("key-a", "key-b"):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+                assert server.openai(api_key=key).completions.create(model="tiny", **body).choices
+
+
+def test_prefixes_are_shared_only_with_the_same_key_and_salt(folder: Path, llm: LLM) -> None:
+    prompt = "a prompt of several pages that both keys use"
+
+    def cached(server: Running, key: str, **fields: Any) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, **fields}
+        with server.client(headers={"Authorization": f"Bearer {key}"}) as client:
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    with serving(folder, llm=llm, api_keys=["a", "b"]) as server:
+        assert [cached(server, key) > 0 for key in ("a", "a", "b", "b")] == [False, True, False, True]
+        assert [cached(server, "a", cache_salt=salt) > 0 for salt in ("x", "x", "y", "")] == [False, True, False, True]
+
+
+def test_cors(folder: Path, llm: LLM) -> None:
+    with serving(folder, llm=llm, allowed_origins=["https://a.example"], api_keys=["k"]) as server:
+        ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        with server.client() as client:
+            good = client.options("/v1/completions", headers={"Origin": "https://a.example", **ask})
+            assert good.headers["access-control-allow-origin"] == "https://a.example"
+            bad = client.options("/v1/completions", headers={"Origin": "https://b.example", **ask})
+            assert bad.status_code == 400
+            response = client.get("/v1/models", headers={"Origin": "https://a.example"})
+            assert response.status_code == 401
+            assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_no_cors_by_default(server: Running) -> None:
+    with server.client() as client:
+        response = client.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert "access-control-allow-origin" not in response.headers
+        assert client.options("/v1/completions", headers={"Origin": "https://a.example"}).status_code == 405
+
+
+# --- faults
+
+
+def test_failed_step_fails_its_requests_and_the_next_request_succeeds(server: Running, steps: Steps) -> None:
+    expected = complete(server).json()["choices"]
+    steps.delay_s = 0.05
+    normal, streamed = Background(server, 2), Background(server, 1, stream=True)
+    engine = server.server.engine
+    assert engine is not None
+    wait_for(lambda: engine.num_unfinished == 3 and engine.num_waiting == 0)
+    steps.errors.append(RuntimeError("device lost\nsecond line"))
+    assert normal.join() == [500, 500]
+    assert normal.responses[0].json()["error"]["code"] == "engine_error"
+    assert streamed.join() == [200]
+    *parts, last = events(streamed.responses[0].text)
+    assert parts
+    assert last["error"]["code"] == "engine_error"
+    steps.delay_s = 0.0
+    assert complete(server).json()["choices"] == expected
+    assert metric(server, "pallas_attn_engine_errors_total") == 1
+    server.wait_until_idle()
+
+
+def test_repeated_failures_end_the_server(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, {"max_engine_errors": 2}, llm=llm) as server:
+        steps.errors += [RuntimeError("first"), RuntimeError("device lost\nsecond line")]
+        assert complete(server).status_code == 500
+        assert complete(server).status_code == 500
+        wait_for(lambda: server.result)
+        assert server.result == ["the engine failed 2 times in succession: device lost"]
+
+
+def test_filter_that_raises_fails_and_does_not_block_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: GrammarFilter, output_ids: Any) -> Any:
+        raise RuntimeError("broken filter")
+
+    monkeypatch.setattr(GrammarFilter, "allowed", broken)
+    assert complete(server, guided_regex="a*").status_code == 500
+    assert complete(server, max_tokens=2).status_code == 200
+    server.wait_until_idle()
+
+
+def test_failed_warmup_ends_the_server(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> float:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(llm.engine, "warmup", fail)
+    server = Server(llm, [], ServerOptions(**DEFAULTS), ServerLimits())
+    assert asyncio.run(server.run(listen("127.0.0.1", 0))) == "MemoryError: no memory"
+
+
+def test_text_process_that_ends_fails_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Tokenizer, *arguments: Any, **options: Any) -> Any:
+        raise TokenizerError("this takes more than 30 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", fail)
+        response = complete(server)
+        assert (response.status_code, response.json()["error"]["message"]) == (400, "this takes more than 30 s")
+    assert complete(server, max_tokens=1).status_code == 200
+
+
+def test_bug_in_a_handler_is_an_internal_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Api, "_check_capacity", lambda self: 1 / 0)
+    response = complete(server)
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+
+
+# --- start and end
+
+
+def test_requests_before_the_engine_is_ready(server: Running) -> None:
+    engine = server.server.engine
+    assert engine is not None
+    engine.is_ready = False
+    with server.client() as client:
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    response = complete(server)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    engine.is_ready = True
+
+
+@pytest.mark.parametrize("grace_s", [0.3, 60.0])
+def test_stop_ends_requests_within_the_grace_time(folder: Path, llm: LLM, steps: Steps, grace_s: float) -> None:
+    with serving(folder, llm=llm, grace_s=grace_s) as server:
+        steps.delay_s = 0.02
+        running, streamed = Background(server, 1), Background(server, 1, stream=True)
+        wait_for(lambda: steps.count >= 5)
+        began = time.monotonic()
+        server.server.stop()
+        with contextlib.suppress(httpx2.TransportError):
+            refused = complete(server)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        if grace_s < 1:
+            assert running.join() == [503]
+            assert streamed.join() == [200]
+            assert events(streamed.responses[0].text)[-1]["error"]["code"] == "stopping"
+        else:
+            assert running.join() == [200]
+            assert streamed.join() == [200]
+            assert events(streamed.responses[0].text)[-1]["choices"][0]["finish_reason"] == "length"
+        wait_for(lambda: server.result)
+        assert time.monotonic() - began < 20
+        assert server.result == [None]
+
+
+def test_second_stop_ends_the_grace_time(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, llm=llm, grace_s=60.0) as server:
+        steps.delay_s = 0.2
+        running = Background(server, 1)
+        wait_for(lambda: steps.count >= 2)
+        server.server.stop()
+        server.server.stop()
+        assert running.join() == [503]

@@ -1,0 +1,214 @@
+"""The command `pallas-attn serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from pallas_attn.models.cli import serve
+from pallas_attn.models.server.limits import ServerLimits
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--implementation", "reference", "--dtype", "float32", "--max-num-seqs", "1", "--max-batched-tokens", "32")
+SIZES = (*SMALL, "--max-model-len", "256", "--text-workers", "1", "--compilation-cache", "off")
+
+
+def test_help_has_80_columns_and_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert {serve._field(flag) for flag in serve._LIMITS} == set(ServerLimits.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ((), "expected MODEL or --random"),
+        (("a", "--random", "v3-tiny"), "expected MODEL or --random"),
+        (("/no/such/folder", "--port", "0"), "model: expected a folder or the id"),
+        (("a", "--port", "65536"), "--port: expected 0 to 65535"),
+        (("a", "--host", "no.such.host.invalid"), "--host, --port: cannot listen on no.such.host.invalid:8000"),
+        (("a", "--max-requests", "0"), "--max-requests: expected more than 0"),
+        (("a", "--request-timeout", "nan"), "--request-timeout: expected more than 0"),
+        (("a", "--grace", "-1"), "--grace: expected at least 0"),
+        (("a", "--text-workers", "0"), "--text-workers: expected 1 to 64"),
+        (("a", "--page-size", "0"), "--page-size: expected at least 1"),
+        (("a", "--api-key-file", "/no/such/file"), "--api-key-file: cannot read"),
+        (("a", "--prefix-cache", "x", "--no-prefix-caching"), "--prefix-cache: not with"),
+        (("--random", "v3-tiny", "--revision", "x"), "--revision: needs MODEL"),
+        (("--random", "v3-tiny", "--port", "0", "--mesh", "tensor"), "--mesh: expected AXIS=N"),
+        (("--random", "v3-tiny", "--port", "0", "--max-num-seqs", "900"), "max_num_seqs"),
+    ],
+)
+def test_wrong_options_are_one_line(argv: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "900" in argv:
+        argv = (*argv, "--max-batched-tokens", "8")
+    assert serve.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pallas-attn serve: error: {reason}")
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert serve.main(["--random", "v3-tiny", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err
+
+
+def test_keys_of_file_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("a\n\n b \n")
+    monkeypatch.setenv("PALLAS_ATTN_API_KEY", "c, d")
+    assert serve.parse_options(["m", "--api-key-file", str(tmp_path / "keys")]).api_keys == ["c", "d", "a", "b"]
+    assert serve.parse_options(["m"]).api_keys == ["c", "d"]
+    monkeypatch.delenv("PALLAS_ATTN_API_KEY")
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(Exception, match="has no key"):
+        serve.parse_options(["m", "--api-key-file", str(tmp_path / "keys")])
+
+
+def serve_and(use: Callable[[str], None], folder: Path, *argv: str) -> int:
+    """Run the command in this process. When the server is ready, call `use` with its address in a thread, then send
+    SIGTERM. Return the exit status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, errors = f"http://127.0.0.1:{port}", list[BaseException]()
+
+    def client() -> None:
+        try:
+            end = time.monotonic() + 120
+            while time.monotonic() < end:
+                try:
+                    if httpx2.get(f"{url}/ready").status_code == 200:
+                        break
+                except httpx2.TransportError:
+                    pass
+                time.sleep(0.1)
+            use(url)
+        except BaseException as error:  # noqa: BLE001  raised by the main thread
+            errors.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if the command fails before it serves
+    try:
+        thread.start()
+        status = serve.main([str(folder), "--port", str(port), *SIZES, *argv])
+        thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if errors:
+        raise errors[0]
+    return status
+
+
+def post(url: str, path: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{url}{path}", json=body, headers=headers, timeout=60)
+
+
+def test_examples_of_the_page_and_end_by_signal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "server.md").read_text(), re.DOTALL | re.MULTILINE)
+    (curl,) = [block for block in blocks if block.startswith("curl")]
+    (python,) = [block for block in blocks if "import OpenAI" in block]
+
+    def use(url: str) -> None:
+        data = re.search(r"-d '(.*)'", curl)
+        assert data is not None
+        assert post(url, "/v1/chat/completions", json.loads(data[1])).status_code == 200
+        if shutil.which("curl"):
+            done = subprocess.run(curl.replace("http://127.0.0.1:8000", url), shell=True, capture_output=True)
+            assert json.loads(done.stdout)["object"] == "chat.completion"
+        exec(python.replace("http://127.0.0.1:8000", url), {})
+        assert "prompt text" not in httpx2.get(f"{url}/metrics").text
+        assert post(url, "/v1/completions", {"prompt": "prompt text", "max_tokens": 2}).status_code == 200
+
+    assert serve_and(use, folder, "--served-model-name", "Qwen/Qwen3-8B", "--access-log") == 0
+    printed = capfd.readouterr()
+    assert printed.out  # the answer that the example prints
+    assert "listening on http://127.0.0.1:" in printed.err
+    assert "prompt text" not in printed.err
+
+
+def test_prefix_cache_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
+    body = {"prompt": "a prompt of several pages of the cache", "max_tokens": 1}
+    cached: list[int] = []
+
+    def use(url: str) -> None:
+        usage = post(url, "/v1/completions", body, Authorization="Bearer k").json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+
+    (tmp_path / "keys").write_text("k")
+    argv = ("--prefix-cache", str(tmp_path / "cache"), "--page-size", "4", "--api-key-file", str(tmp_path / "keys"))
+    assert serve_and(use, folder, *argv) == 0
+    assert serve_and(use, folder, *argv) == 0
+    assert cached[0] == 0 < cached[1]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o600
+
+
+def test_sampling_defaults_of_the_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    config = tmp_path / "model" / "generation_config.json"
+    config.write_text(json.dumps({"temperature": 0.5, "top_k": 20, "eos_token_id": 1, "do_sample": True}))
+    options = serve.parse_options([str(tmp_path / "model")])
+    options.model = Path(options.model)
+    assert serve._defaults(options) == {"temperature": 0.5, "top_k": 20}
+    config.write_text(json.dumps({"do_sample": False}))
+    assert serve._defaults(options) == {"temperature": 0.0}
+    options.generation_config = False
+    assert serve._defaults(options) == {}
+    config.write_text(json.dumps({"temperature": "hot"}))
+    assert serve.main([str(tmp_path / "model"), "--port", "0", *SIZES]) == 2
+    assert "generation_config.json: temperature must be" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_process_ends_after_repeated_faults_and_after_a_signal(folder: Path, tmp_path: Path) -> None:
+    faults = """
+import sys
+from pallas_attn.models.llm import LLM
+from pallas_attn.models.cli import serve
+def step(self): raise RuntimeError("device lost")
+if sys.argv.pop(1) == "faults": LLM.step = step
+sys.exit(serve.main(sys.argv[1:]))
+"""
+    for kind, wanted in (("faults", 3), ("none", 0)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        argv = [sys.executable, "-c", faults, kind, str(folder), "--port", str(port), *SIZES, "--grace", "0.5"]
+        with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+            url, body = f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+            while process.poll() is None:
+                try:
+                    if httpx2.get(f"{url}/ready").status_code == 200:
+                        break
+                except httpx2.TransportError:
+                    pass
+                time.sleep(0.1)
+            if kind == "faults":
+                assert [post(url, "/v1/completions", body).status_code for _ in range(3)] == [500] * 3
+            else:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == wanted
+            assert process.stderr is not None
+            last = process.stderr.read().splitlines()[-1]
+        if kind == "faults":
+            assert last == "pallas-attn serve: error: the engine failed 3 times in succession: device lost"

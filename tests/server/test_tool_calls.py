@@ -1,0 +1,270 @@
+"""`tool_call_parser`: calls and content of all formats, with the output divided at any position."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_attn.models.server.output_text import JsonObject
+from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta, tool_call_parser
+from tests.server.parser_case import TOOLS, calls_of, cuts_of, parts_of
+
+CITY = '{"city": "Gen\u00e8ve \\" } \\u00e9", "days": [1, -2.5e3]}'
+"""Arguments with braces and quotation marks in strings."""
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def v3(*calls: tuple[str, str]) -> str:
+    texts = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    ]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(texts) + "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+
+
+def v31(*calls: tuple[str, str]) -> str:
+    texts = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls]
+    return "<｜tool▁calls▁begin｜>" + "".join(texts) + "<｜tool▁calls▁end｜>"
+
+
+def glm(name: str, *values: tuple[str, str], space: str = "") -> str:
+    texts = [f"<arg_key>{key}</arg_key>{space}<arg_value>{value}</arg_value>{space}" for key, value in values]
+    return f"<tool_call>{name}{space}{''.join(texts)}</tool_call>"
+
+
+def harmony(name: str, arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+TWO = [("weather", CITY), ("clock", "{}")]
+
+CASES = {
+    "hermes": ("hermes", f"Hm.\n{hermes('weather', CITY)}\n{hermes('clock', '{}')}<|im_end|>", ["Hm.", *TWO]),
+    "hermes: text after a call": ("hermes", hermes("clock", "{}") + "\n\nDone. \n", [("clock", "{}"), "Done. \n"]),
+    "hermes: marker in a string": (
+        "hermes",
+        hermes("clock", '{"a": "</tool_call>"}'),
+        [("clock", '{"a": "</tool_call>"}')],
+    ),
+    "hermes: arguments before the name": (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "clock"}</tool_call>',
+        [("clock", '{"a": 1}')],
+    ),
+    "hermes: arguments in a string": (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        [("clock", '{"a": 1}')],
+    ),
+    "hermes: no arguments": ("hermes", '<tool_call>{"name": "clock"}</tool_call>', [("clock", "{}")]),
+    "hermes: other entries": (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {}, "id": {"a": "}"}}</tool_call>b',
+        [("clock", "{}"), "b"],
+    ),
+    "hermes: unfinished other entry": (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {}, "id": 12',
+        [("clock", "{}")],
+    ),
+    "hermes: surrogate in arguments in a string": (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
+        ['{"name": "clock", "arguments": "{\\"a\\": \\"\\ud800\\"}"}'],
+    ),
+    "hermes: not JSON": ("hermes", "a <tool_call>\nb\n</tool_call> c", ["a \nb\n c"]),
+    "hermes: no name": ("hermes", '<tool_call>{"a": 1}</tool_call>', ['{"a": 1}']),
+    "hermes: arguments are a list": ("hermes", hermes("clock", "[1]"), ['\n{"name": "clock", "arguments": [1]}\n']),
+    "hermes: unfinished name": ("hermes", '<tool_call>{"name": "clo', ['{"name": "clo']),
+    "hermes: unfinished arguments": (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {"a": 1',
+        [("clock", '{"a": 1')],
+    ),
+    "hermes: invalid arguments": (
+        "hermes",
+        f"{hermes('clock', '{"a": NaN}')}{hermes('clock', '{}')}",
+        [("clock", '{"a": '), "NaN}}", ("clock", "{}")],
+    ),
+    "hermes: NaN before the name": (
+        "hermes",
+        '<tool_call>{"arguments": {"a": NaN}, "name": "clock"}</tool_call>',
+        ['{"arguments": {"a": NaN}, "name": "clock"}'],
+    ),
+    "hermes: surrogate": ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', ['{"name": "\\ud800"}']),
+    "llama": ("llama3_json", llama("weather", CITY) + "<|eom_id|>", [("weather", CITY)]),
+    "llama: tag": ("llama3_json", "Hm. <|python_tag|>" + llama("weather", CITY), ["Hm.", ("weather", CITY)]),
+    "llama: several": ("llama3_json", f"{llama('weather', CITY)}; {llama('clock', '{}')}", TWO),
+    "llama: JSON answer": ("llama3_json", llama("other", "{}"), [llama("other", "{}")]),
+    "llama: JSON in text": ("llama3_json", "a " + llama("clock", "{}"), ["a " + llama("clock", "{}")]),
+    "llama: code": ("llama3_json", '<|python_tag|>search.call(query="a")<|eot_id|>', ['search.call(query="a")']),
+    "v3": ("deepseek_v3", "Hm." + v3(*TWO), ["Hm.", *TWO]),
+    "v3: text in the place of arguments": ("deepseek_v3", v3(("clock", "now")), ["functionclock\n```json\nnow\n```"]),
+    "v3: no separator": ("deepseek_v3", "<｜tool▁call▁begin｜>clock<｜tool▁call▁end｜>!", ["clock!"]),
+    "v31": ("deepseek_v31", "Hm. " + v31(*TWO), ["Hm.", *TWO]),
+    "v31: fence": ("deepseek_v31", v31(("clock", "```json\n{}\n```")), [("clock", "{}")]),
+    "glm": (
+        "glm",
+        "Hm.\n" + glm("weather", ("city", 'a "b"\n<c'), ("days", " 3 "), ("other", "[1]")) + glm("clock"),
+        ["Hm.", ("weather", '{"city": "a \\"b\\"\\n<c", "days": 3, "other": [1]}'), ("clock", "{}")],
+    ),
+    "glm: lines": (
+        "glm",
+        glm("weather", ("city", "1"), ("days", "two"), ("x", "NaN"), space="\n") + "<|observation|>",
+        [("weather", '{"city": "1", "days": "two", "x": "NaN"}')],
+    ),
+    "glm: unfinished": (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Par",
+        [("weather", '{"city": "Par')],
+    ),
+    "glm: no name": ("glm", "a<tool_call>\n</tool_call>b", ["a\nb"]),
+    "glm: key without value": (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key></tool_call>b",
+        [("weather", "{}"), "b"],
+    ),
+    "glm: broken key": ("glm", "<tool_call>weather<arg_key>a<arg_key>b", [("weather", ""), "ab"]),
+    "harmony": (
+        "gpt_oss",
+        f"<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant{harmony('weather', CITY)}",
+        ["Hm.", ("weather", CITY)],
+    ),
+    "harmony: recipient in the header of the role": (
+        "gpt_oss",
+        f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>",
+        [("weather", CITY)],
+    ),
+    "harmony: answer": ("gpt_oss", "<|channel|>final<|message|>Hi \n<|return|>", ["Hi \n"]),
+    "harmony: other recipient": ("gpt_oss", "<|channel|>commentary to=python<|message|>a<|call|>", ["a"]),
+    "harmony: empty arguments": ("gpt_oss", harmony("clock", "\n"), [("clock", "{}")]),
+    "harmony: text in the place of arguments": ("gpt_oss", harmony("clock", "now"), ["now"]),
+    "harmony: text after arguments": ("gpt_oss", harmony("clock", "{} x") + "<|start|>", [("clock", "{}"), "x"]),
+    "harmony: unfinished header": ("gpt_oss", "<|channel|>ana", []),
+    "harmony: text in the place of a header": ("gpt_oss", "<|channel|>Hello you<|end|>", ["Hello you"]),
+    "harmony: no markers": ("gpt_oss", "go to the", ["go to the"]),
+    "none": (None, hermes("clock", "{}"), [hermes("clock", "{}")]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_and_content(case):
+    family, text, expected = CASES[case]
+    for parts in [text], [*text], [text[:7], text[7:]]:
+        assert calls_of(tool_call_parser(family, TOOLS), parts) == expected
+    for item in expected:
+        if isinstance(item, tuple) and "unfinished" not in case and "invalid" not in case and "broken" not in case:
+            assert isinstance(json.loads(item[1]), dict)
+
+
+FRAGMENTS = {
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "clock", "arguments": ', '{"arguments": {}, "name": "clock"}'],
+    "llama3_json": ["<|python_tag|>", '{"name": "clock", "parameters": ', '{"name": "other", "parameters": ', "; "],
+    "deepseek_v3": [
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "clock\n```json\n", "```"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "clock<｜tool▁sep｜>"),
+    ],
+    "glm": ["<tool_call>clock", "<arg_key>city", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"],
+    "gpt_oss": [
+        *("<|channel|>", "commentary", "final", " to=functions.clock", "<|constrain|>json", "<|message|>", "<|call|>"),
+        *("<|end|>", "<|start|>assistant"),
+    ],
+}
+COMMON = ["<|im_end|>", "<", "\n", "a", "{", "}", '{"a": "b', '"}', "{}", "1", "\\u00", "tr", "ue", ", ", "go to"]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_division_of_the_text_has_no_effect(data):
+    family = data.draw(st.sampled_from([*FRAGMENTS]))
+    pieces = st.one_of(st.sampled_from(FRAGMENTS[family]), st.sampled_from(COMMON))
+    text = "".join(data.draw(st.lists(pieces, max_size=14)))
+    tools = data.draw(st.sampled_from([TOOLS, None]))
+    whole = calls_of(tool_call_parser(family, tools), [text])
+    assert calls_of(tool_call_parser(family, tools), [*text]) == whole
+    assert calls_of(tool_call_parser(family, tools), parts_of(text, data.draw(cuts_of(text)))) == whole
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from([*FRAGMENTS, None]), st.text(alphabet='<>|/_ {}"\\:,[]anolcm\n\u00e9\U0001f600', max_size=40))
+def test_text_without_markers_is_not_changed(family, text):
+    assert calls_of(tool_call_parser(family, TOOLS), [*text]) == ([text] if text else [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.booleans(), st.sampled_from([None, 1]), st.data())
+def test_json_arguments_are_unchanged(arguments, ascii_only, indent, data):
+    text = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
+    calls = {
+        "hermes": hermes("clock", text),
+        "llama3_json": llama("clock", text),
+        "deepseek_v3": v3(("clock", text)),
+        "deepseek_v31": v31(("clock", text)),
+        "gpt_oss": harmony("clock", text),
+    }
+    family = data.draw(st.sampled_from([*calls]))
+    parts = parts_of(calls[family], data.draw(cuts_of(calls[family])))
+    assert calls_of(tool_call_parser(family, TOOLS), parts) == [("clock", text)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(alphabet='{}[]:,"\\u0129-+.eEtruefalsn \n\x01', max_size=25))
+def test_json_object_accepts_what_the_json_module_accepts(text):
+    text = "{" + text
+    found = JsonObject()
+    end = found.accept(text)
+    prefixes = [text[:i] for i in range(1, len(text) + 1) if _is_json(text[:i])]
+    assert found.is_complete == bool(prefixes)
+    if prefixes:
+        assert text[:end] == prefixes[0]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_deltas_arrive_early():
+    parser = tool_call_parser("hermes", TOOLS)
+    assert parser.feed("Hi <") == [ContentDelta("Hi")]
+    assert parser.feed("b> ") == [ContentDelta(" <b>")]
+    assert parser.feed('<tool_call>{"name": "clock", "arguments": ') == []
+    first, rest = parser.feed('{"a": "b')
+    assert isinstance(first, ToolCallDelta)
+    assert first == ToolCallDelta(0, first.id, "clock", "")
+    assert rest == ToolCallDelta(0, None, None, '{"a": "b')
+    assert parser.feed("c") == [ToolCallDelta(0, None, None, "c")]
+    assert parser.feed('"}}') == [ToolCallDelta(0, None, None, '"}')]
+
+    parser = tool_call_parser("glm", TOOLS)
+    parser.feed("<tool_call>weather<arg_key>city</arg_key><arg_value>")
+    assert parser.feed('a"<') == [ToolCallDelta(0, None, None, 'a\\"')]
+
+
+def test_long_outputs_take_linear_time():
+    parser = tool_call_parser("hermes", TOOLS)
+    text = '<tool_call>{"name": "clock", "arguments": {"a": "' + "b" * 100_000
+    assert calls_of(parser, [*text]) == [("clock", text[text.index('{"a"') :])]
+
+
+def test_unknown_family():
+    with pytest.raises(ValueError, match="family: expected one of hermes.* or None, got 'x'"):
+        tool_call_parser("x")
