@@ -181,7 +181,6 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineCo
         prefill_buckets=options.prefill_buckets,
         batch_invariant=options.batch_invariant,
         max_logprobs=options.max_logprobs,
-        prompt_logprobs=options.prompt_logprobs,
     )
 
 
@@ -319,11 +318,6 @@ def _parser(prog: str) -> Parser:
         default=20,
         metavar="N",
         help="maximum of logprobs and top_logprobs (default: 20)",
-    )
-    engine.add_argument(
-        "--prompt-logprobs",
-        action="store_true",
-        help="allow prompt_logprobs, and echo with logprobs; steps with prompts become slower",
     )
     buckets = parser.add_argument_group("batch shapes", "one program is compiled for each shape")
     buckets.add_argument(

@@ -26,8 +26,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from pallas_attn import capability
 from pallas_attn.models.engine.request import NONFINITE
-from pallas_attn.runtime import device
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
@@ -186,13 +186,8 @@ def _choose[T](
 
 def _has_draw_kernel() -> bool:
     """Return whether `draw_kernel` runs on the device of the trace: an NVIDIA GPU, with Triton installed."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    try:
-        device.triton_card(named=False)
-    except NotImplementedError:
-        return False
-    return True
+    capable = capability().compute_capability
+    return capable is not None and capable >= (8, 0) and importlib.util.find_spec("triton") is not None
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:

@@ -6,7 +6,7 @@ Modules in reading order: `limits`, `protocol` (requests), `prepare` (worker thr
 
 import importlib.util
 
-REQUIRED = ("msgspec", "prometheus_client", "starlette", "uvicorn")
+REQUIRED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn")
 
 if _missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     raise ModuleNotFoundError(

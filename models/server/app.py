@@ -315,14 +315,19 @@ class _EventStream(Response):
 
         async def write(content: bytes, *, more: bool = True) -> None:
             nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            message = {"type": "http.response.body", "body": content, "more_body": more}
+            transport: asyncio.Transport = scope["state"]["transport"]
+            if not transport.get_write_buffer_size():  # the client has read everything, so `send` does not wait
+                await send(message)
+                return
             try:
                 async with asyncio.timeout(self._api.limits.write_s):
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    await send({"type": "http.response.body", "body": content, "more_body": more})
+                    await send(message)
             except TimeoutError:
-                scope["state"]["transport"].abort()  # a normal end would wait until the client reads
+                transport.abort()  # a normal end would wait until the client reads
                 raise _ClientGone from None
 
         try:

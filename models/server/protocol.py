@@ -141,7 +141,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-_PARAMETERS = {field.name for kind in (CompletionRequest, ChatRequest) for field in msgspec.structs.fields(kind)}
+_PARAMETERS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
 
 
 def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLimits) -> Body:
@@ -158,7 +158,7 @@ def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLim
         raise ApiError("request: expected a JSON object", code="invalid_json")
     check_depth(given, limits.max_json_depth)
     given = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_fields__
     for name in [*given]:
         accepted, reason = REFUSED.get(name, ((given[name],), ""))
         if given[name] not in accepted:

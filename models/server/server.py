@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.llm import LLM
@@ -148,11 +148,11 @@ class _Http(uvicorn.Server):
         yield
 
 
-def _protocol(limits: ServerLimits) -> type[H11Protocol]:
+def _protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
     """Return uvicorn's protocol with limits of the time until the header of a request has arrived, and of the number of
     connections. uvicorn limits only the time between two requests."""
 
-    class TimedProtocol(H11Protocol):
+    class TimedProtocol(HttpToolsProtocol):
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore[bad-override]

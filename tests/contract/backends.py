@@ -266,6 +266,14 @@ def as_users_get(backend: Backend) -> Backend:
     return dataclasses.replace(backend, configs=())
 
 
+def for_width(backend: Backend, head_dim: int) -> Backend:
+    """Return the backend without `DecodeConfig` for wide heads: two stages of them do not fit shared memory."""
+    if head_dim <= 256:
+        return backend
+    kept = (config for config in backend.configs if not isinstance(config, decode_config.DecodeConfig))
+    return dataclasses.replace(backend, configs=tuple(kept))
+
+
 def plan_of(
     backend: Backend, arrays: Mapping[str, Any], *, window: int | None = None, num_programs: int, mode: str
 ) -> DecodePlan:

@@ -184,7 +184,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
 @unsupported(mosaic={"G 67": "67 have no such divisor"})  # the prefill kernel supports any number of heads
 @unsupported(mosaic_sm100=paged_cases.too_wide(paged_cases.DECODE))
 def test_decode(backend: Backend, name: str) -> None:
-    check(DECODE, backend, draw(backend, DECODE.cases[name]))
+    case = DECODE.cases[name]
+    check(DECODE, backends.for_width(backend, case.head_dim), draw(backend, case))
 
 
 @slow_cases("mosaic-absent pages")
@@ -273,7 +274,7 @@ def test_prefill(backend: Backend, name: str) -> None:
 )
 def test_columns_of_wide_values_keep_their_place(operation: Operation, backend: Backend, width: int) -> None:
     """All tokens of a KV head have the same value, so the output of a query equals it. Its columns differ."""
-    case = paged_cases.shape(2, 2, width, 16)
+    case, backend = paged_cases.shape(2, 2, width, 16), backends.for_width(backend, width)
     inputs = draw(backend, case)
     value = inputs.rng.standard_normal(width).astype(inputs.case.dtype).astype(np.float32)
     inputs.kv["v"][:] = np.stack([value, -value])[:, None]

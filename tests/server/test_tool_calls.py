@@ -196,6 +196,8 @@ def test_division_of_the_text_has_no_effect(data):
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from([*FRAGMENTS, None]), st.text(alphabet='<>|/_ {}"\\:,[]anolcm\n\u00e9\U0001f600', max_size=40))
 def test_text_without_markers_is_not_changed(family, text):
+    if family == "gpt_oss" and text.isspace():
+        return  # white space between messages is removed
     assert calls_of(tool_call_parser(family, TOOLS), [*text]) == ([text] if text else [])
 
 

@@ -1,0 +1,237 @@
+"""Measure the HTTP server next to the offline engine: `python scripts/bench_server.py [--config v2-lite] [--json OUT]`.
+
+    python scripts/bench_server.py --url http://127.0.0.1:8001 --vocab-size 102400 --model NAME   # another server
+
+The first form makes a model with random weights and a tokenizer with random tokens. It measures:
+
+- offline: `LLM` with as many unfinished requests as there are users, without HTTP;
+- users: the server, with users that each send the next request when the last one has ended;
+- arrivals: the server, with requests that arrive at random;
+- shared prefix: arrivals with prompts that start with the same tokens;
+- JSON: users whose outputs follow a JSON schema.
+
+The client (`scripts/bench/engine/http_load.py`) runs in another process. The second form sends the same requests to
+another server with the API of OpenAI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pallas_attn.models.checkpoints import Tokenizer, load_tokenizer
+from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
+from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.engine import EngineConfig
+from pallas_attn.models.llm import LLM, SamplingParams
+from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.reasoning import ParserNames
+from pallas_attn.models.server.server import Server, ServerOptions, listen
+from scripts.bench.engine.http_load import Load
+from scripts.bench.engine.random_model import random_model
+from scripts.bench.harness.device import description
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 3, "maxItems": 8},
+        "score": {"type": "integer"},
+    },
+    "required": ["name", "tags", "score"],
+    "additionalProperties": False,
+}
+
+
+def loads(args: argparse.Namespace, vocab_size: int) -> list[Load]:
+    """Return all measurements of a server."""
+    same: dict[str, Any] = {"vocab_size": vocab_size, "model": args.model, "new_tokens": args.new_tokens}
+    lengths = same | {"prompt_tokens": args.prompt_tokens}
+    shared = same | {"shared_tokens": args.shared_tokens, "prompt_tokens": args.shared_tokens + 128}
+    made = [Load("warm-up", 8, users=4, **lengths)]
+    made += [Load("users", args.rounds * users, users=users, seed=users, **lengths) for users in args.users]
+    made += [Load("arrivals", args.requests, rate=rate, seed=1, **lengths) for rate in args.rates]
+    made += [Load("shared prefix", args.requests, rate=rate, seed=2, **shared) for rate in args.rates[-1:]]
+    made += [Load("JSON", 2 * users, users=users, seed=3, schema=SCHEMA, **lengths) for users in args.json_users]
+    return made
+
+
+def random_tokenizer(vocab_size: int) -> tuple[Tokenizer, Tokenizer]:
+    """Return two equal tokenizers with random tokens of letters. The last token ends a sequence."""
+    draw, letters = np.random.default_rng(0), np.array([*"abcdefghijklmnopqrstuvwxyz", "\u0120"])
+    texts = dict.fromkeys(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    while len(texts) < vocab_size - 1:
+        texts["".join(draw.choice(letters, draw.integers(1, 9)))] = None
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(texts)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(f"{folder}/tokenizer.json")
+        first, second = load_tokenizer(Path(folder)), load_tokenizer(Path(folder))
+    if first is None or second is None:
+        raise RuntimeError("the tokenizer was not loaded")
+    return first, second
+
+
+def make_llm(args: argparse.Namespace, tokenizer: Tokenizer) -> LLM:
+    """Return an LLM with random weights."""
+    config = dataclasses.replace(CONFIGS[args.config], eos_token_ids=(CONFIGS[args.config].vocab_size - 1,))
+    longest = max(args.prompt_tokens, args.shared_tokens + 128) + args.new_tokens + 1
+    sizes = EngineConfig(
+        num_pages=args.max_num_seqs * -(-longest // 64),
+        page_size=64,
+        max_batched_tokens=args.step_tokens,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=longest,
+        decode_buckets=tuple(sorted({*args.decode_buckets, args.max_num_seqs})),
+        prefill_buckets=tuple(sorted({min(512, args.step_tokens), args.step_tokens})),
+    )
+    return LLM.of_model(random_model(config, args.dtype, AttentionSettings()), sizes, tokenizer=tokenizer)
+
+
+def offline(llm: LLM, load: Load) -> dict[str, Any]:
+    """Generate the outputs of a measurement without a server, with `load.users` unfinished requests at a time."""
+    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=load.schema is None)
+    prompts = [body["prompt"] for body in load.bodies()]
+    waiting, running, tokens = [llm.prepare(prompt, params) for prompt in prompts], [], 0
+    began = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < load.users:
+            running.append(llm.add(waiting.pop()))
+        llm.step()
+        tokens += sum(len(delta.token_ids) for stream in running for delta in stream.take())
+        running = [stream for stream in running if not stream.is_finished]
+    seconds = time.perf_counter() - began
+    named = dataclasses.asdict(load) | {"name": f"offline {load.name}"}
+    return named | {"seconds": seconds, "output_tokens": tokens, "output_tokens_per_s": tokens / seconds}
+
+
+@contextlib.contextmanager
+def serving(llm: LLM, tokenizer: Tokenizer) -> Iterator[str]:
+    """Context manager that serves an LLM on a free port of 127.0.0.1. Yields the address."""
+    server = Server(llm, [tokenizer], ServerOptions(["model"], ParserNames(None, None), grace_s=0.0), ServerLimits())
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listening = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, listening.set)))
+    thread.start()
+    listening.wait()
+    try:
+        while not is_ready(url):
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.stop()
+        thread.join()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready") as response:
+            return response.status == 200
+    except urllib.error.HTTPError:
+        return False
+
+
+def measure(url: str, each: list[Load]) -> Iterator[dict[str, Any]]:
+    """Send requests from another process. Yield the results of each measurement."""
+    command = [sys.executable, "-m", "scripts.bench.engine.http_load", url]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        if client.stdin is None or client.stdout is None:
+            raise RuntimeError("the client has no pipes")
+        json.dump([dataclasses.asdict(load) for load in each], client.stdin)
+        client.stdin.close()
+        yield from map(json.loads, client.stdout)
+    if client.returncode:
+        raise RuntimeError(f"the client ended with status {client.returncode}")
+
+
+def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the results of each measurement."""
+    if args.url is not None:
+        yield from measure(args.url, loads(args, args.vocab_size))
+        return
+    tokenizer, second = random_tokenizer(CONFIGS[args.config].vocab_size)
+    llm = make_llm(args, tokenizer)
+    seconds = llm.engine.warmup()
+    yield {"name": "warmup", "seconds": seconds, "programs": llm.engine.stats().compilations}
+    each = loads(args, CONFIGS[args.config].vocab_size - 1)
+    for load in each:
+        if load.users and load.schema is None:
+            yield offline(llm, dataclasses.replace(load, seed=load.seed + 1000))  # prompts that are not cached later
+    with serving(llm, second) as url:
+        yield from measure(url, each)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench_server", description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
+    parser.add_argument("--url", help="measure the server at this address instead; it must be on this machine")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="with --url: token ids below it are sent")
+    parser.add_argument("--model", help="with --url: name of the model")
+    parser.add_argument("--users", nargs="+", type=int, default=[1, 8, 32, 128], help="default: 1 8 32 128")
+    parser.add_argument("--rounds", type=int, default=3, help="requests per user (default: 3)")
+    parser.add_argument("--rates", nargs="+", type=float, default=[4, 8, 16], help="requests per s (default: 4 8 16)")
+    parser.add_argument("--requests", type=int, default=96, help="requests per rate (default: 96)")
+    parser.add_argument("--json-users", nargs="*", type=int, default=[32], help="users with JSON outputs (default: 32)")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="default: 512")
+    parser.add_argument("--shared-tokens", type=int, default=2048, help="of the shared prefix (default: 2048)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="default: 128")
+    parser.add_argument("--decode-buckets", nargs="+", type=int, default=[8, 32], help="default: 8 32, and the maximum")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="maximum tokens of a step (default: 2048)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each measurement")
+    args = parser.parse_args(argv)
+    numbers = (args.rounds, args.requests, args.prompt_tokens, args.shared_tokens, args.new_tokens, *args.users)
+    if min(*numbers, *args.json_users, args.max_num_seqs) < 1 or not all(0 < rate < 1e6 for rate in args.rates):
+        parser.error("expected positive numbers")
+    if args.step_tokens < args.max_num_seqs:
+        parser.error("--step-tokens: expected at least --max-num-seqs, one token per request")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs({"--json": args.json})
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "url")}
+    report: dict[str, Any] = description() | {"options": options, "results": []}
+    for result in results(args):
+        report["results"].append(result)
+        shown = {name: value for name, value in result.items() if name not in ("schema", "errors")}
+        print(json.dumps(shown), flush=True)
+        if args.json is not None:
+            write_report("--json", args.json, report)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_status("bench_server", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
