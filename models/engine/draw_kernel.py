@@ -31,9 +31,8 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.ordered_scores import ordered_score
 from pallas_attn.triton.tiles import power_of_two
 
-BLOCK, WARPS, STAGES = 4096, 16, 3
-"""Number of logits that a program reads per iteration, number of its warps, and number of iterations whose logits are
-loaded at the same time in the passes of the search. In the other passes this would spill registers."""
+BLOCK, WARPS = 4096, 16
+"""Number of logits that a program reads per iteration, and number of its warps."""
 
 _NO_TOKEN = tl.constexpr(NONFINITE)
 MOST_ITERATIONS = 1023
@@ -50,7 +49,6 @@ def draw_rows(
     *,
     block: int = BLOCK,
     warps: int = WARPS,
-    stages: int = STAGES,
 ) -> Int32[Array, "n"]:
     """Draw a token of each row.
 
@@ -60,7 +58,6 @@ def draw_rows(
       temperature, top_k, top_p, min_p: as in `SamplingRows`.
       block: maximum number of logits per iteration, a power of two.
       warps: number of warps of a program.
-      stages: number of iterations whose logits are loaded at the same time.
 
     Returns:
       Token ids; NONFINITE for rows in which all tokens are excluded.
@@ -77,7 +74,7 @@ def draw_rows(
         *(logits, noise, temperature, top_k, top_p, min_p),
         outputs=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)],
         grid=(num_rows,),
-        constants={"VOCAB": vocab_size, "BLOCK": block, "STAGES": stages},
+        constants={"VOCAB": vocab_size, "BLOCK": block},
         num_warps=warps,
         bytes_accessed=8 * num_rows * vocab_size,
     )
@@ -95,13 +92,12 @@ def _draw(
     tokens_ptr,  # [n]
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * VOCAB
     noise_ptr += row.to(tl.int64) * VOCAB
     temperature = tl.load(temperature_ptr + row)
-    likeliest, token, commonest = _likeliest(logits_ptr, VOCAB, BLOCK, STAGES)
+    likeliest, token, commonest = _likeliest(logits_ptr, VOCAB, BLOCK)
     if likeliest == float("-inf"):
         token = _NO_TOKEN
     elif temperature > 0:
@@ -109,7 +105,7 @@ def _draw(
         # Allowed tokens: score above `least`, or equal to `least` and id up to `last`.
         least, last = tl.maximum(ordered_score(likeliest + temperature * tl.log(min_p)), 1), VOCAB
         if top_k > 0:
-            least, last = _top_k(logits_ptr, likeliest, commonest, least, top_k, VOCAB, BLOCK, STAGES)
+            least, last = _top_k(logits_ptr, likeliest, commonest, least, top_k, VOCAB, BLOCK)
         # All scores are above the bound 0, so the first pass sums the probabilities of all allowed tokens.
         total, token = _above(logits_ptr, noise_ptr, temperature, likeliest, least, last, least * 0, -1, VOCAB, BLOCK)
         if top_p < 1:
@@ -125,11 +121,11 @@ def _draw(
 
 
 @kernel
-def _likeliest(logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _likeliest(logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Return the highest logit, the lowest id of the tokens that have it, and a logit that at least BLOCK tokens
     reach, or -inf: the lowest of the highest logits of BLOCK classes of tokens."""
     best, best_id = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], 0, tl.int32)
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
+    for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(logits_ptr + token, mask=token < VOCAB, other=float("-inf"))
         best_id = tl.where(logit > best, token, best_id)
@@ -145,9 +141,7 @@ def _scores(logits_ptr, token, VOCAB: tl.constexpr):
 
 
 @kernel
-def _top_k(
-    logits_ptr, likeliest, commonest, least, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+def _top_k(logits_ptr, likeliest, commonest, least, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Return the bounds `least` and `last` of the `top_k` likeliest tokens among the tokens with a score of at least
     `least`.
 
@@ -161,7 +155,7 @@ def _top_k(
         least = ordered_score(commonest)
     else:
         counts = tl.full([BLOCK], 0, tl.int32)
-        for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
+        for start in range(0, VOCAB, BLOCK):
             counts += (_scores(logits_ptr, start + tl.arange(0, BLOCK), VOCAB) >= least).to(tl.int32)
         if tl.sum(counts, 0) <= top_k:
             end = least
@@ -171,7 +165,7 @@ def _top_k(
         second = least + (width >> 1)
         third = second + (width >> 2)
         counts = tl.full([BLOCK], 0, tl.int32)  # three counts of 10 bits
-        for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
+        for start in range(0, VOCAB, BLOCK):
             score = _scores(logits_ptr, start + tl.arange(0, BLOCK), VOCAB)
             counts += (score >= first).to(tl.int32)
             counts += (score >= second).to(tl.int32) << 10
@@ -192,7 +186,7 @@ def _top_k(
             end = least
     if end > least:  # more than `top_k` scores are >= least: of the scores equal to least, the first ones are allowed
         equal_before = 0
-        for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
+        for start in range(0, VOCAB, BLOCK):
             token = start + tl.arange(0, BLOCK)
             is_equal = _scores(logits_ptr, token, VOCAB) == least
             number = equal_before + tl.cumsum(is_equal.to(tl.int32), 0)
@@ -204,16 +198,7 @@ def _top_k(
 
 @kernel
 def _above(
-    logits_ptr,
-    noise_ptr,
-    temperature,
-    likeliest,
-    least,
-    last,
-    bound,
-    before,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, noise_ptr, temperature, likeliest, least, last, bound, before, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return the sum of the probabilities, relative to the likeliest token, of the allowed tokens with a score above
     `bound`, or equal to `bound` and an id below `before`; and of these tokens the token with the highest perturbed

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -159,12 +160,22 @@ def test_reload_during_an_answer(open_page, server):
 def test_charts_show_the_metrics(open_page, server):
     page = open_page()
     sync_api.expect(page.locator("#state")).to_have_text("Connected")
-    body = {"prompt": "hello world", "max_tokens": 100, "n": 4, "ignore_eos": True}
+    # Equal prompts of several pages, for hits of the prefix cache. The page reads the metrics once per second.
+    body = {"prompt": "hello world " * 8, "max_tokens": 40, "n": 4, "ignore_eos": True}
+    is_done = threading.Event()
+
+    def generate(client) -> None:
+        while not is_done.is_set():
+            assert client.post("/v1/completions", json=body).status_code == 200
+
     with concurrent.futures.ThreadPoolExecutor(1) as pool, server.client() as client:
-        for name, unit in [("running", ""), ("tokens", " tokens/s"), ("pages", " %"), ("hits", " %")]:
-            posted = pool.submit(client.post, "/v1/completions", json=body)
-            wait_until(lambda name=name, unit=unit: float(page.inner_text(f"#{name}").removesuffix(unit)) > 0)
-            assert posted.result().status_code == 200
+        generating = pool.submit(generate, client)
+        try:
+            for name, unit in [("running", ""), ("tokens", " tokens/s"), ("pages", " %"), ("hits", " %")]:
+                wait_until(lambda name=name, unit=unit: float(page.inner_text(f"#{name}").removesuffix(unit)) > 0)
+        finally:
+            is_done.set()
+        generating.result()
     assert page.locator("canvas").count() == 4
     for label in page.locator("canvas").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))"):
         assert "of the last 2 minutes. Now " in label
