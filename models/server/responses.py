@@ -93,7 +93,7 @@ class Reply:
 
     def _counted(self, part: Part) -> list[dict[str, Any]]:
         delta = part.delta
-        if delta.finish_reason in ("nonfinite", "abort", "refused"):
+        if delta.finish_reason in ("nonfinite", "filter_error", "abort", "refused"):
             reason = "the logits are NaN or infinite" if delta.finish_reason == "nonfinite" else delta.stop_reason
             raise ApiError(f"the output ended early: {reason or delta.finish_reason}", 500, code="output_failed")
         self._completion_tokens += len(delta.token_ids)
