@@ -21,7 +21,12 @@ KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8"
 def add_model(group: argparse._MutuallyExclusiveGroup) -> None:
     """Add --model and --random."""
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
-    group.add_argument("--random", choices=RANDOM_MODELS, help="a small model with random weights")
+    group.add_argument(
+        "--random",
+        choices=RANDOM_MODELS,
+        metavar="NAME",
+        help=f"a small model with random weights: {', '.join(RANDOM_MODELS)}",
+    )
 
 
 def add_prompts(group: argparse._MutuallyExclusiveGroup) -> None:

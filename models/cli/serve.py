@@ -275,7 +275,12 @@ def _parser(prog: str) -> Parser:
     model.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id of a repository of the Hub"
     )
-    model.add_argument("--random", choices=RANDOM_MODELS, help="a small model with random weights, without tokenizer")
+    model.add_argument(
+        "--random",
+        choices=RANDOM_MODELS,
+        metavar="NAME",
+        help=f"a small model with random weights, without tokenizer: {', '.join(RANDOM_MODELS)}",
+    )
     model.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
     model.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"

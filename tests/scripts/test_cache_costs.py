@@ -67,7 +67,7 @@ def test_unknown_goldens_are_errors(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys, "argv", ["cache_costs", "v9"])
     with pytest.raises(SystemExit):
         cache_costs.main()
-    assert "there is no golden named v9; the goldens are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
+    assert "there is no golden named v9; the goldens are gemma4, gemma4-k" in capsys.readouterr().err
 
 
 def test_every_golden_is_in_the_committed_report() -> None:

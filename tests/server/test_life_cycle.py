@@ -288,18 +288,6 @@ def test_failed_step_fails_its_requests_and_the_next_request_succeeds(server: Ru
     server.wait_until_idle()
 
 
-def test_failed_grammar_fails_its_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: GrammarFilter, output_ids: object) -> None:
-        raise RuntimeError("grammar lost")
-
-    monkeypatch.setattr(GrammarFilter, "allowed", fail)
-    response = complete(server, structured_outputs={"regex": "[a-z]+"})
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "output_failed"
-    assert "grammar lost" in response.json()["error"]["message"]
-    assert complete(server).status_code == 200
-
-
 def test_repeated_failures_end_the_server(folder: Path, llm: LLM, steps: Steps) -> None:
     with serving(folder, {"max_engine_errors": 2}, llm=llm) as server:
         steps.errors += [RuntimeError("first"), RuntimeError("device lost\nsecond line")]

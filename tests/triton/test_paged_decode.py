@@ -60,11 +60,11 @@ def test_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) 
 
 
 def test_wide_heads_are_unsupported() -> None:
-    pages: Any = jax.ShapeDtypeStruct((4, 1, 16, 512), jnp.bfloat16)
+    pages: Any = jax.ShapeDtypeStruct((4, 1, 16, 1024), jnp.bfloat16)
     ints = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    q, lens = jax.ShapeDtypeStruct((1, 1, 4, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    q, lens = jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
     explanation = explain("paged_decode", q, PagedKV(pages, pages), ints, lens, implementation="triton")
-    assert explanation.refused == {"triton": "takes heads of up to 256 columns, got 512"}
+    assert explanation.refused == {"triton": "takes heads of up to 512 columns, got 1024"}
 
 
 def test_plan_decode_for_triton() -> None:
