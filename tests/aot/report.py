@@ -137,17 +137,20 @@ class Report:
         return dataclasses.replace(Report(**fields), kernels=kernels, **lists)
 
 
-def complaints(report: Report, case: Case) -> Iterator[str]:
-    """Yield a message for each requirement of the case that the report does not meet."""
+def complaints(report: Report, case: Case, permitted_spills: int = 0) -> Iterator[str]:
+    """Yield a message for each requirement of the case that the report does not meet. `permitted_spills` limits
+    the bytes that a thread stores and loads together, for each kernel.
+    """
     if report.error is not None:
         yield f"does not compile: {report.error}"
         return
     for kernel in report.kernels:
-        if kernel.spill_stores or kernel.spill_loads:
+        if kernel.spill_stores + kernel.spill_loads > permitted_spills:
             yield f"{kernel.name} spills: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
-        if kernel.stack:
+        if kernel.stack > permitted_spills:
             yield f"{kernel.name} has a stack frame of {kernel.stack} bytes"
-        yield from (f"{kernel.name}: {remark}" for remark in kernel.remarks)
+        remarks = (remark for remark in kernel.remarks if not (permitted_spills and "are spilled" in remark))
+        yield from (f"{kernel.name}: {remark}" for remark in remarks)
         if kernel.wanted_registers > kernel.given_registers:
             yield f"{kernel.name} requests {kernel.wanted_registers} registers, limit {kernel.given_registers}"
     if case.kernels and not report.kernels:

@@ -284,6 +284,15 @@ def test_registers_of_warpgroups_have_a_limit(registers, requests, wanted):
     assert found == ([f"k requests {wanted} registers, limit {given}"] if wanted > given else [])
 
 
+def test_permitted_spills_are_a_limit():
+    remark = "Registers are spilled to local memory in function 'k', 4 bytes spill stores, 8 bytes spill loads"
+    report = Report(kernels=(Kernel("k", 32, 8, 4, 8, (remark,), ("HGMMA",), ""),))
+    case = Case(abs, {"x": shape(1)})
+    assert not list(complaints(report, case, permitted_spills=12))
+    assert list(complaints(report, case, permitted_spills=11)) == ["k spills: 4 bytes stored, 8 loaded"]
+    assert len(list(complaints(report, case))) == 3
+
+
 def test_tensor_memory_has_a_limit():
     """The limit is 512 columns per multiprocessor for all `blocks` thread blocks. A thread block allocates a power of
     two of columns.
