@@ -63,7 +63,7 @@ MODULES: dict[str, Modules] = {
     "paged_prefill": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
     "mla_decode": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
     "ragged_attention": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
-    "plan_decode": {**_ON_SM90_AND_SM100, ("xla", None): "xla"},
+    "plan_decode": {**_ON_SM90_AND_SM100, **_IN_TRITON, ("xla", None): "xla"},
     "write_kv": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
     "write_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
     "gather_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},

@@ -692,8 +692,32 @@ DRAW = {
     for vocab_size in (1000, 32000, 102400)
 }
 
+
+def plan(batch: int, kv_heads: int = 8, mode: str = "balanced", *, windows: bool = False) -> TritonCase:
+    """Return a case of `plan_decode` for `batch` sequences with 4 query heads per KV head."""
+    bf16, ints = (functools.partial(shape, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
+    spec = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=kv_heads, head_dim=128, dtype=jnp.bfloat16)
+    arguments = {
+        "q": bf16(batch, 1, 4 * kv_heads, 128),
+        "cache": allocated(PagedKV, spec),
+        "block_tables": ints(batch, 64),
+        "kv_lens": ints(batch),
+    }
+    if windows:
+        arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
+    call = functools.partial(pallas_attn.plan_decode, mode=mode, implementation="triton")
+    return TritonCase(call, arguments, tensor_cores=False)
+
+
+PLANS = {
+    "plan-decode-1": plan(1),
+    "plan-decode-32-windows": plan(32, windows=True),
+    "plan-decode-512": plan(512),
+    "plan-decode-fixed-64": plan(64, mode="fixed"),
+}
+
 TRITON_CASES: dict[str, TritonCase] = (
-    LATENTS | SPARSE | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV | DRAW
+    LATENTS | SPARSE | MLA_DECODE | PAGED_DECODE | PAGED_PREFILL | RAGGED | WRITE_KV | DRAW | PLANS
 )
 
 SPILLS = dict.fromkeys(
@@ -739,6 +763,7 @@ IN_EVERY_RUN = frozenset(
         ("write-index-keys-fp8", "sm80"),
         ("paged-decode-bf16-d128", "sm90"),
         ("draw-102400", "sm90"),
+        ("plan-decode-32-windows", "sm86"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
         ("paged-decode-bf16-d512-tree-g8", "sm86"),

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import chex
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from pallas_attn import DecodePlan, HeadWindow, PlanKey
+from pallas_attn import FULL, DecodePlan, HeadWindow, PlanKey
 from pallas_attn.checks import window_key
 from pallas_attn.ops.plan_decode import sharing_of
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.runtime import dispatch
+
+PS = 16
+"""Page size of `arguments`."""
 
 
 def plan(
@@ -49,3 +55,28 @@ def plan(
         implementation="mosaic_sm90",
     )
     return dispatch.run(call, implementation)
+
+
+def arguments(
+    rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
+) -> dict[str, Any]:
+    """Draw arguments of `plan`. About one sequence in five has no tokens. With `windows`, some heads have
+    windows; with `drafts`, sequences have 0 to 3 queries.
+    """
+    lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
+    given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
+    if drafts:
+        given["q_lens"] = jnp.asarray(rng.integers(0, 4, batch), jnp.int32)
+    if windows:
+        width = np.where(rng.random(kv_heads) < 0.5, FULL, rng.integers(1, longest, kv_heads))
+        sinks = rng.integers(0, 100, kv_heads)
+        given["window"] = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
+    return given | {"page_size": PS, "num_kv_heads": kv_heads}
+
+
+def check(implementation: str, mode: str, num_programs: int, **given: Any) -> None:
+    """Compare a plan of an implementation with the plan of XLA."""
+    got, want = (
+        plan(**given, mode=mode, num_programs=num_programs, implementation=name) for name in (implementation, "xla")
+    )
+    chex.assert_trees_all_equal(got, want)

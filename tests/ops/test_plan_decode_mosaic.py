@@ -5,14 +5,10 @@ A plan row is one KV head of one sequence. A program is a CTA of the decode kern
 
 from __future__ import annotations
 
-from typing import Any
-
-import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, HeadWindow
 from pallas_attn.mosaic.primitives.block_scan import MOST_WARPGROUPS
 from pallas_attn.mosaic.primitives.row_io import THREADS
 from pallas_attn.ops.plan_decode import mosaic
@@ -20,33 +16,9 @@ from pallas_attn.ops.plan_decode.mosaic import MAX_ROWS
 from pallas_attn.portable import schedule
 from tests.kit import harness
 from tests.ops import plan_case
+from tests.ops.plan_case import PS, arguments, check
 
-PS = 16
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
-
-
-def arguments(
-    rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
-) -> dict[str, Any]:
-    """Draw arguments of `plan_case.plan`. About one sequence in five has no tokens. With `windows`, some heads have
-    windows; with `drafts`, sequences have 0 to 3 queries.
-    """
-    lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
-    given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
-    if drafts:
-        given["q_lens"] = jnp.asarray(rng.integers(0, 4, batch), jnp.int32)
-    if windows:
-        width = np.where(rng.random(kv_heads) < 0.5, FULL, rng.integers(1, longest, kv_heads))
-        sinks = rng.integers(0, 100, kv_heads)
-        given["window"] = HeadWindow(jnp.asarray(width, jnp.int32), jnp.asarray(sinks, jnp.int32))
-    return given | {"page_size": PS, "num_kv_heads": kv_heads}
-
-
-def check(mode: str, num_programs: int, **given: Any) -> None:
-    got, want = (
-        plan_case.plan(**given, mode=mode, num_programs=num_programs, implementation=name) for name in ("mosaic", "xla")
-    )
-    chex.assert_trees_all_equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +35,7 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
     for longest in (100, 20_000):
         given = arguments(rng, 6, 2, longest, windows=windows, drafts=drafts)
         with harness.interpreting(capsys):
-            check(mode, 140, **given)
+            check("mosaic", mode, 140, **given)
 
 
 @pytest.mark.slow  # `make test` runs a fixed case of test_interpreted
@@ -72,7 +44,7 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
     given = arguments(harness.fresh_rng(), 100, 3, 3000)
     with harness.interpreting(capsys):
-        check(mode, 132, **given)
+        check("mosaic", mode, 132, **given)
 
 
 @pytest.mark.slow  # `make test` runs other cases in test_interpreted
@@ -84,7 +56,7 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
     plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
     assert np.diff(plan.split_indptr).max() == 1
     with harness.interpreting(capsys):
-        check("balanced", num_programs, **given)
+        check("mosaic", "balanced", num_programs, **given)
 
 
 @pytest.mark.slow  # `make test` runs other cases in test_interpreted
@@ -107,7 +79,7 @@ def test_interpreted_with_separate_programs_per_row(
     assert plan.split_indptr[-1] == shares
     np.testing.assert_array_equal(plan.cta_split, np.minimum(np.arange(shares + spare + 1), shares))
     with harness.interpreting(capsys):
-        check("balanced", shares + spare, **given)
+        check("mosaic", "balanced", shares + spare, **given)
 
 
 @pytest.mark.slow  # `make test` runs other cases in test_interpreted
@@ -119,7 +91,7 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 1}
     with harness.interpreting(capsys):
-        check("balanced", num_programs, **given)
+        check("mosaic", "balanced", num_programs, **given)
 
 
 @pytest.mark.slow
@@ -132,7 +104,7 @@ def test_interpreted_with_uneven_rows(capsys: pytest.CaptureFixture[str]) -> Non
     plan = plan_case.plan(**given, num_programs=140, implementation="xla")
     assert (np.diff(plan.row_order) < 0).any()
     with harness.interpreting(capsys):
-        check("balanced", 140, **given)
+        check("mosaic", "balanced", 140, **given)
 
 
 @pytest.mark.slow  # `make test` runs windows per head in test_interpreted
@@ -140,8 +112,8 @@ def test_interpreted_with_one_window_and_with_idle_rows(capsys: pytest.CaptureFi
     given = arguments(harness.fresh_rng(), 5, 1, 1000)
     given["window"] = 40
     with harness.interpreting(capsys):
-        check("balanced", 3, **given)
-        check("balanced", 3, **given | {"kv_lens": jnp.zeros((5,), jnp.int32)})
+        check("mosaic", "balanced", 3, **given)
+        check("mosaic", "balanced", 3, **given | {"kv_lens": jnp.zeros((5,), jnp.int32)})
 
 
 @pytest.mark.gpu
@@ -153,9 +125,14 @@ def test_interpreted_with_one_window_and_with_idle_rows(capsys: pytest.CaptureFi
 def test_compiled_kernel_makes_the_plan_of_xla(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
     rng = harness.fresh_rng()
     alike = jnp.asarray(rng.integers(8000, 8100, batch), jnp.int32)
-    check(mode, num_programs, kv_lens=alike, page_size=PS, num_kv_heads=kv_heads)
+    check("mosaic", mode, num_programs, kv_lens=alike, page_size=PS, num_kv_heads=kv_heads)
     for longest in (64, 131_072):
-        check(mode, num_programs, **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1))
+        check(
+            "mosaic",
+            mode,
+            num_programs,
+            **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1),
+        )
 
 
 def test_compiled_sizes_include_several_chunks() -> None:

@@ -173,7 +173,8 @@ def plan_of(arguments: PlanArguments, implementation: str, num_programs: int) ->
         made_for=key,
         implementation=implementation,
     )
-    return dispatch.run(own, ("mosaic", "xla") if implementation.startswith("mosaic") else "xla")
+    name = implementation.partition("_")[0]
+    return dispatch.run(own, (name, "xla") if name in dispatch.implementations("plan_decode") else "xla")
 
 
 def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:

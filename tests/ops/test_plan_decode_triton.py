@@ -1,0 +1,78 @@
+"""Tests of the Triton kernel of `plan_decode`: its plans equal the plans of the XLA implementation exactly.
+
+A plan row is one KV head of one sequence. A program is a CTA of the decode kernel.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL
+from pallas_attn.ops.plan_decode.triton import MAX_ROWS
+from tests.kit import harness
+from tests.ops import plan_case
+from tests.ops.plan_case import PS, arguments, check
+
+modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@modes
+@pytest.mark.parametrize("changes", [{}, {"windows": True, "drafts": True}], ids=["plain", "windows and drafts"])
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "num_programs"),
+    [(1, 1, 1), (1, 8, 396), (6, 2, 140), (2, 2, 3), (15, 1, 4), (100, 3, 132)],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(mode: str, changes: dict, batch: int, kv_heads: int, num_programs: int) -> None:
+    """There are fewer rows than programs, as many, or more. More than 256 rows are not sorted by length."""
+    rng = harness.fresh_rng()
+    for longest in (64, 3000, 131_072):
+        check("triton", mode, num_programs, **arguments(rng, batch, kv_heads, longest, **changes))
+
+
+@pytest.mark.parametrize(("idle", "num_programs"), [(2, 12), (0, 49), (2, 49), (0, 12)])
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_without_cuts(idle: int, num_programs: int) -> None:
+    """Rows have such similar lengths that the planner cuts none."""
+    lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
+    given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
+    plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
+    assert np.diff(plan.split_indptr).max() == 1
+    check("triton", "balanced", num_programs, **given)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_with_one_window_and_with_idle_rows() -> None:
+    given = arguments(harness.fresh_rng(), 5, 1, 1000)
+    for window in (40, FULL):
+        check("triton", "balanced", 3, **given | {"window": window})
+        check("triton", "balanced", 3, **given | {"window": window, "kv_lens": jnp.zeros((5,), jnp.int32)})
+
+
+@pytest.mark.gpu
+@modes
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "num_programs"),
+    [(1, 1, 1), (1, 8, 396), (17, 3, 132), (64, 8, 528), (256, 8, 396), (MAX_ROWS // 8, 8, 2112)],
+)
+def test_compiled_kernel_makes_the_plan_of_xla(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
+    rng = harness.fresh_rng()
+    alike = jnp.asarray(rng.integers(8000, 8100, batch), jnp.int32)
+    check("triton", mode, num_programs, kv_lens=alike, page_size=PS, num_kv_heads=kv_heads)
+    for longest in (64, 131_072):
+        given = arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1)
+        check("triton", mode, num_programs, **given)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_more_than_max_rows_is_unsupported() -> None:
+    given = arguments(harness.fresh_rng(), MAX_ROWS // 2 + 1, 2, 100)
+    with pytest.raises(NotImplementedError, match=f"at most {MAX_ROWS} plan rows"):
+        plan_case.plan(**given, num_programs=3, implementation="triton")
