@@ -6,7 +6,8 @@ Importing this module replaces the faulty functions of the interpreter for the w
 
 The checks raise `KernelFlawError` for behaviour that is undefined on a GPU:
 
-- a load or store outside the arrays of the launch, or with an element size other than the array's;
+- a load or store outside the arrays of the launch, or with an element size other than the array's (words of several
+  bytes may be loaded from arrays of bytes);
 - two programs store the same element, or one store instruction stores the same element twice;
 - a load of an element that was never written, or that another program has written;
 - an atomic addition to an element that was never written, or that a program also loads or stores without an atomic.
@@ -108,7 +109,8 @@ class LaunchMemory:
           what: "load", "store" or "addition", for error messages.
 
         Raises:
-          KernelFlawError: an address is outside all arrays, or does not refer to an element of this size.
+          KernelFlawError: an address is outside all arrays, or does not refer to an element of this size. A load may
+            refer to several elements of one byte.
         """
         which = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
         found = []
@@ -117,9 +119,10 @@ class LaunchMemory:
                 raise KernelFlawError(f"{what} below every array")
             array = self.arrays[index]
             offset = (addresses[which == index] - np.uint64(array.address)).astype(np.int64)
-            if itemsize != array.array.itemsize or (offset % itemsize).any():
+            is_word = what == "load" and array.array.itemsize == 1  # a load of several bytes
+            if (itemsize != array.array.itemsize and not is_word) or (offset % itemsize).any():
                 raise KernelFlawError(f"{what} of {itemsize} bytes, misaligned or of another type, in {array.name}")
-            element = offset // itemsize
+            element = (offset[:, None] + np.arange(itemsize)).reshape(-1) if is_word else offset // itemsize
             if element.max() >= array.array.size:
                 raise KernelFlawError(
                     f"{what} out of bounds: element {element.max()} of {array.name}, which has {array.array.size}"

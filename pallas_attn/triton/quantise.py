@@ -61,6 +61,59 @@ def tensor_core_operand(stored, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def load_operand(
+    ptr,
+    row_start,
+    held,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    dtype: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Load rows of cache values, and convert them to the 16-bit `dtype` of a matrix product, exactly: [rows, COLUMNS].
+
+    8-bit values are loaded as words of four and converted in registers. Triton would otherwise copy the bytes to shared
+    memory and read the operand of the product from there byte by byte, which took most of the time of a step.
+
+    Args:
+      row_start: [rows], element offsets of the rows, multiples of STRIDE.
+      held: [rows], load mask; values of other rows, and of columns from WIDTH on, are 0.
+      STRIDE: elements from a row to the next.
+      FIRST: first column that is loaded.
+      NATIVE: as for `f16_from_e4m3`.
+    """
+    if ptr.dtype.element_ty.primitive_bitwidth == 8 and WIDTH % 4 == 0 and STRIDE % 4 == 0 and FIRST % 4 == 0:
+        word = tl.arange(0, COLUMNS // 4)
+        at = ptr.to(tl.pointer_type(tl.int32)) + (row_start // 4 + FIRST // 4)[:, None] + word[None, :]
+        words = tl.load(at, mask=held[:, None] & (word < WIDTH // 4)[None, :], other=0)
+        stored: tl.constexpr = ptr.dtype.element_ty
+        even = tl.join(_byte_as(words, 0, stored, dtype, NATIVE), _byte_as(words, 2, stored, dtype, NATIVE))
+        odd = tl.join(_byte_as(words, 1, stored, dtype, NATIVE), _byte_as(words, 3, stored, dtype, NATIVE))
+        values = tl.reshape(tl.join(even, odd), [held.shape[0], COLUMNS])
+    else:
+        column = tl.arange(0, COLUMNS)
+        at = ptr + (row_start + FIRST)[:, None] + column[None, :]
+        loaded = tl.load(at, mask=held[:, None] & (column < WIDTH)[None, :], other=0)
+        values = tensor_core_operand(loaded, dtype, NATIVE)
+    return values
+
+
+@triton.jit
+def _byte_as(words, BYTE: tl.constexpr, stored: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Convert a byte of each word, which has the cache dtype `stored`, to `dtype`. Byte 0 is the lowest."""
+    if stored == tl.uint8:
+        value = f16_from_e4m3((words >> (8 * BYTE)).to(tl.uint8), NATIVE).to(dtype)
+    else:
+        # A small integer x, added to the bits of the float ROUNDING, gives the float ROUNDING + x. The instruction that
+        # converts an integer to a float is several times slower than these two additions.
+        signed = (words << (24 - 8 * BYTE)) >> 24
+        value = ((signed + 0x4B400000).to(tl.float32, bitcast=True) - ROUNDING).to(dtype)
+    return value
+
+
+@triton.jit
 def dequantise(stored, scale, NATIVE: tl.constexpr):
     """Return stored values (int8, or bytes of float8_e4m3fn) as float32, multiplied by `scale`."""
     values = f16_from_e4m3(stored, NATIVE).to(tl.float32) if stored.dtype == tl.uint8 else stored.to(tl.float32)

@@ -105,14 +105,15 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
         tokens = 16 if tile_rows == 32 or (quantised and tree) else 32
         return TritonTile(tile_rows, tokens, width, warps=8, stages=STAGES, programs=1, max_registers=255)
     fits = rows <= 16 and not tree if quantised else rows <= 32 or not tree
-    tokens = 64 if fits and width <= (64 if small or quantised else 128) else 32
+    tokens = 64 if fits and width <= (64 if small and not quantised else 128) else 32
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
     many = rows * width > (2048 if tree else 4096) or (small and rows == 64)
     warps = 8 if many or (quantised and width > 128) else 4
     # A multiprocessor has 65,536 registers: enough for 2 programs of 4 warps with 255 registers per thread, or for 1
-    # program of 8 warps. The smallest tiles take up to 168 registers per thread, so 3 programs of 4 warps fit.
-    programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
-    return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 and cache_bytes > 1 else 255)
+    # program of 8 warps. The smallest tiles of 16-bit caches take up to 168 registers per thread, so 3 programs of 4
+    # warps fit.
+    programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 and not quantised else 2
+    return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 else 255)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, tree: bool) -> TritonTile:

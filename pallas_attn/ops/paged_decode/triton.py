@@ -38,7 +38,7 @@ from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import nth_visible_token, pool_rows, token_scales
 from pallas_attn.triton.plans import split_end
-from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.quantise import load_operand
 from pallas_attn.triton.softmax import bfloat16_parts, soft_capped, softmax_step
 from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_result
 from pallas_attn.triton.tiles import TritonTile
@@ -242,8 +242,7 @@ def _attend(
                 if draft_ptr is not None:  # the draft mask may hide a token from all queries
                     seen = tl.max(visible.to(tl.int32), 0) > 0
             cell = row * PAGE + n % PAGE
-            at = k_ptr + (cell * K_STRIDE)[:, None] + d[None, :]
-            k = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_d[None, :], other=0), QUERY_DTYPE, NATIVE)
+            k = load_operand(k_ptr, cell * K_STRIDE, seen, DK, K_WIDTH, K_STRIDE, 0, QUERY_DTYPE, NATIVE)
             scores = tl.dot(q, tl.trans(k))  # [query_rows, tokens]
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
@@ -259,8 +258,7 @@ def _attend(
             top, total, keep, weights = softmax_step(scores, top, total, SCORE_SCALE)
             if BY_TOKEN:
                 weights = weights * token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
-            at = v_ptr + (cell * V_STRIDE + V_FIRST)[:, None] + dv[None, :]
-            v = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_dv[None, :], other=0), VALUE_DTYPE, NATIVE)
+            v = load_operand(v_ptr, cell * V_STRIDE, seen, DV, V_WIDTH, V_STRIDE, V_FIRST, VALUE_DTYPE, NATIVE)
             if BY_TOKEN:
                 rounded, rest = bfloat16_parts(weights)
                 acc = tl.dot(rounded, v, acc * keep[:, None])
