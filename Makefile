@@ -19,6 +19,8 @@ create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv
 # JUnit file has the times of all tests.
 COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# On a GPU, XLA times variants of matrix products while it compiles. Tests of models then take minutes instead of seconds.
+WITHOUT_AUTOTUNING := XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
 # Hundreds of processes import the same modules: cache their bytecode even if the environment disables bytecode.
 KEEP_BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/.pytest_cache/bytecode
@@ -49,11 +51,11 @@ test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
 
 test-gpu: $(VENV)/test.stamp  ## tests that need an NVIDIA GPU, contract suites and goldens on compiled kernels (after make demo CUDA=13)
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
+	$(WITHOUT_AUTOTUNING) $(BIN)/python -m pytest -m gpu
+	$(WITHOUT_AUTOTUNING) $(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
 
 test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs or more, over NCCL, drafts and pages (after make demo CUDA=13)
-	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	$(WITHOUT_AUTOTUNING) XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(BIN)/python -m pytest -n $$(( ($$(nproc) + 3) / 4 )) --maxschedchunk=1 -m "" -k "test_goldens or test_drafts or test_pages" \
 		tests/models/test_mesh.py tests/models/test_mesh_speculation.py tests/models/test_mesh_pages.py
 
