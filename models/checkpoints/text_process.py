@@ -178,16 +178,25 @@ def rebuilt(
             " unchanged"
         )
     merges: Any = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    of_llama, with_prefix = kind == "LlamaTokenizer", settings["add_prefix_space"]
+    with_bytes, with_prefix = kind in ("LlamaTokenizer", "GemmaTokenizer"), settings["add_prefix_space"]
     core = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=of_llama, byte_fallback=of_llama)
+        tokenizers.models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=with_bytes, byte_fallback=with_bytes)
     )
-    if of_llama:
+    if with_bytes:
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        core.decoder = decoders.Sequence(parts)
+    if kind == "LlamaTokenizer":
         with_prefix = with_prefix is not False
         scheme = "never" if not with_prefix else "always" if settings["legacy"] else "first"
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        core.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", left=1)] if with_prefix else [])])
+        if with_prefix:
+            core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", left=1)])
+    elif kind == "GemmaTokenizer":
+        if settings["named"]["unk_token"] is None:
+            raise ValueError("unk_token: expected a token for GemmaTokenizer, got null")
+        core.model.unk_token = text_of(settings["named"]["unk_token"])
+        core.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+        core.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     elif kind == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
         symbols = pre_tokenizers.ByteLevel(add_prefix_space=bool(with_prefix), use_regex=False)

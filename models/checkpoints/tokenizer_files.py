@@ -36,6 +36,7 @@ _DEFAULT_TOKENS: dict[str, dict[str, str | None]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"), "pad_token": None},
+    "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
 }
 """Supported classes that use only vocabulary, merges and post-processor of tokenizer.json, and the tokens that they
 name by default. `text_process` builds the other parts."""
@@ -49,7 +50,7 @@ _UNSUPPORTED = frozenset(
         "Albert Bart Barthez Bartpho BertGeneration BertJapanese Bert Bertweet BigBird BioGpt BlenderbotSmall"
         " Blenderbot ByT5 CLIP CTRL Camembert Canine Clvp CodeGen CodeLlama Cohere ConvBert CpmAnt Cpm"
         " DPRContextEncoder DPRQuestionEncoder DPRReader Deberta DebertaV2 Dia DistilBert Electra Esm Esmc FNet FSMT"
-        " FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTNeoX GPTSw3 Gemma Herbert LED Lasr LayoutLM"
+        " FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTNeoX GPTSw3 Herbert LED Lasr LayoutLM"
         " LayoutLMv2 LayoutLMv3 LayoutXLM Longformer Luke Lxmert M2M100 MBart50 MBart MLuke MPNet Marian MarkupLM"
         " Mgpstr MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Parakeet Pegasus Perceiver Phobert Pop2Piano"
         " ProphetNet Qwen3_5 Rag Reformer RemBert RoCBert RoFormer Roberta SeamlessM4T Siglip Siglip2 Speech2Text"

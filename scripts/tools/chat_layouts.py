@@ -137,6 +137,76 @@ STRICT = """{{ bos_token }}{% for message in messages %}
 {% else %}{{ message['content'] + eos_token }}{% endif %}
 {% endfor %}"""
 
+GEMMA = """{%- macro declared(tool) -%}
+    {{- tool['function']['name'] -}}{description:{{ quoted(tool['function']['description']) }}
+    {%- for key, value in tool['function']['parameters'] | dictsort -%}
+        ,{{ key }}:{{ quoted(value | upper if value is string else value, names=False) }}
+    {%- endfor -%}
+    }
+{%- endmacro -%}
+{%- macro quoted(value, names=True) -%}
+    {%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+    {%- elif value is mapping -%}
+        {%- set ns = namespace(found=false) -%}
+        {{- '{' -}}
+        {%- for key, part in value | dictsort -%}
+            {%- if ns.found %},{% endif -%}
+            {%- set ns.found = true -%}
+            {{- quoted(key) if names else key -}}:{{- quoted(part, names=names) -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        [{%- for part in value -%}{{- quoted(part) -}}{{- ',' if not loop.last -}}{%- endfor -%}]
+    {%- else -%}{{- value -}}{%- endif -%}
+{%- endmacro -%}
+{%- macro answer(text) -%}
+    {%- set ns = namespace(result='') -%}
+    {%- for part in text.split('</think>') -%}{%- set ns.result = ns.result + part.split('<think>')[0] -%}{%- endfor -%}
+    {{- ns.result | trim -}}
+{%- endmacro -%}
+{%- set ns = namespace(last=None) -%}
+{%- set turns = messages -%}
+{{- bos_token -}}
+{%- if (enable_thinking is defined and enable_thinking) or tools or messages[0]['role'] in ['system', 'developer'] -%}
+    {{- '<|turn>system\n' -}}
+    {%- if messages[0]['role'] in ['system', 'developer'] -%}
+        {{- messages[0]['content'] | trim -}}
+        {%- set turns = messages[1:] -%}
+    {%- endif -%}
+    {%- for tool in tools or [] %}{{- '<|tool>' + (declared(tool) | trim) + '<tool|>' -}}{%- endfor %}
+    {{- '<turn|>\n' -}}
+{%- endif %}
+{%- for message in turns -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {%- set before = namespace(role=None) -%}
+    {%- for i in range(loop.index0 - 1, -1, -1) -%}
+        {%- if before.role is none and turns[i]['role'] != 'tool' -%}
+            {%- set before.role = turns[i]['role'] -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- if role == 'tool' -%}
+        {{- '<|tool_response>response:' + (message.get('name') or 'unknown') + '{value:' + quoted(message['content']) -}}
+        {{- '}<tool_response|>' -}}
+        {%- set ns.last = 'result' -%}
+    {%- else -%}
+        {%- if not (role == 'model' and before.role == 'assistant') -%}{{- '<|turn>' + role + '\n' }}{%- endif -%}
+        {%- set ns.last = None -%}
+        {%- for call in message['tool_calls'] or [] -%}
+            {{- '<|tool_call>call:' + call['function']['name'] + quoted(call['function']['arguments'], names=False) -}}
+            {{- '<tool_call|>' -}}
+            {%- set ns.last = 'call' -%}
+        {%- endfor -%}
+        {%- if message['content'] is string -%}
+            {{- answer(message['content']) if role == 'model' else message['content'] | trim -}}
+        {%- else -%}
+            {%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endfor -%}
+        {%- endif -%}
+        {%- if ns.last != 'call' -%}{{- '<turn|>\n' -}}{%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.last is none -%}{{- '<|turn>model\n' -}}{%- endif -%}"""
+
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 _VOCABULARY = byte_level(added("<s>", len(byte_level()["model"]["vocab"])))
 
@@ -148,6 +218,7 @@ def _with_template(template: Any) -> Files:
 TEMPLATES: dict[str, Files] = {
     "Qwen": _with_template(QWEN),
     "Llama": _with_template(LLAMA),
+    "Gemma": _with_template(GEMMA),
     "alternating roles": _with_template(STRICT),
     "template of tools": _with_template(
         [{"name": "default", "template": STRICT}, {"name": "tool_use", "template": LLAMA}]

@@ -21,7 +21,6 @@ from typing import Any
 import jinja2
 import transformers  # pyrefly: ignore[missing-import]
 
-from pallas_attn.models.cli.output_files import output_file
 from scripts.tools.chat_layouts import CHATS, TEMPLATES
 from scripts.tools.tokenizer_layouts import LAYOUTS, QUESTION, TEXTS, Files, write
 
@@ -75,8 +74,7 @@ def write_goldens(path: Path, layouts: Mapping[str, Files], values_of: Callable[
         with tempfile.TemporaryDirectory() as directory:
             values = json.dumps(values_of(files, Path(directory)), ensure_ascii=False, separators=(",", ":"))
         lines.append(f"{json.dumps(name)}:{values}")
-    with output_file(path) as file:
-        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{path}: {len(lines)} directories, transformers {transformers.__version__}")
 
 

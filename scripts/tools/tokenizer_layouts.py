@@ -19,6 +19,7 @@ TEXTS = (
     "hello<x> hello <x>hello",
     "HELLO Cafe\u0301 12345's",
     "hi .\n\n  <mask> hi",
+    "<bos><|turn>user\n  hello \u2581 <turn|> \n\u4f60<eos>",
 )
 """Texts that each layout encodes and decodes."""
 
@@ -107,6 +108,58 @@ def sentencepiece(*tokens: dict[str, Any], **parts: Any) -> dict[str, Any]:
     return _tokenizer(model, tokens or SENTENCEPIECE, {**ordinary, **parts})
 
 
+def gemma(*tokens: dict[str, Any], with_bytes: bool = True, **parts: Any) -> dict[str, Any]:
+    """Return a tokenizer.json of the form of Gemma 4: BPE with byte fallback that adds no space to the start of a text.
+
+    Spaces in a row and line breaks in a row have tokens. All special tokens are in the vocabulary. The post-processor
+    adds no token.
+    """
+    vocab = {token: i for i, token in enumerate((*_GEMMA_NAMES, *_GEMMA_CONTROLS))}
+    for token in (f"<0x{i:02X}>" for i in range(256 if with_bytes else 0)):
+        vocab[token] = len(vocab)
+    for character in "\u2581\nhelowrdausi<|>.":
+        vocab[character] = len(vocab)
+    merges = []
+    for word in ("\u2581\u2581", "\n\n", "hello", "\u2581hello", "\u2581world", "user"):
+        for end in range(2, len(word) + 1):
+            if (pair := (word[: end - 1], word[end - 1])) not in merges:
+                merges.append(pair)
+                vocab.setdefault(word[:end], len(vocab))
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": "<unk>",
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": [list(m) for m in merges],
+    }
+    space, replaced = {"String": " "}, {"String": "\u2581"}
+    sequence = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    ordinary = {
+        "normalizer": {"type": "Replace", "pattern": space, "content": "\u2581"},
+        "pre_tokenizer": {"type": "Split", "pattern": space, "behavior": "MergedWithPrevious", "invert": False},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": sequence[:1],
+            "pair": sequence,
+            "special_tokens": {},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": replaced, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+    }
+    return _tokenizer(model, tokens or GEMMA, {**ordinary, **parts})
+
+
 def words(*tokens: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """Return a tokenizer.json whose tokens are words."""
     names = ("[UNK]", "<s>", "</s>", "hello", "world", "hi", ".", "a", "n't")
@@ -148,6 +201,9 @@ def _tokenizer(model: dict[str, Any], tokens: tuple[dict[str, Any], ...], parts:
 
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_GEMMA_NAMES = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+_GEMMA_CONTROLS = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|image|>", '<|"|>')
+GEMMA = tuple(added(token, i) for i, token in enumerate((*_GEMMA_NAMES, *_GEMMA_CONTROLS)))
 SENTENCEPIECE = (added("<unk>", 0), added("<s>", 1), added("</s>", 2))
 BYTES = len(byte_level()["model"]["vocab"])
 """First id after the vocabulary of `byte_level`."""
@@ -159,6 +215,19 @@ _HEL = byte_level()["model"]["vocab"]["hel"]
 _PIECES = len(sentencepiece()["model"]["vocab"])
 _IM = ["<|im_start|>", "<|im_end|>"]
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+_GEMMA_CONFIG = {
+    "tokenizer_class": "GemmaTokenizer",
+    "backend": "tokenizers",
+    "processor_class": "Gemma4Processor",
+    "padding_side": "left",
+    **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")},
+    "sot_token": "<|turn>",
+    "eot_token": "<turn|>",
+    "think_token": "<|think|>",
+    "image_token": "<|image|>",
+    "extra_special_tokens": ["<|video|>"],
+}
+"""tokenizer_config.json of the form of Gemma 4."""
 
 
 def files(tokenizer: dict[str, Any], config: dict[str, Any] | None = None, **others: Any) -> Files:
@@ -173,6 +242,10 @@ def _of_llama(name: str, config: dict[str, Any], tokenizer: dict[str, Any] | Non
 
 def _of_qwen(config: dict[str, Any] | None, tokenizer: dict[str, Any], **others: Any) -> Files:
     return {**files(tokenizer, config, **others), "config.json": {"model_type": "qwen3"}}
+
+
+def _of_gemma(config: dict[str, Any] | None, tokenizer: dict[str, Any] | None = None, **others: Any) -> Files:
+    return {**files(tokenizer or gemma(), config, **others), "config.json": {"model_type": "gemma4"}}
 
 
 def _with_templates(config: Any, **templates: str) -> Files:
@@ -501,6 +574,29 @@ LAYOUTS: dict[str, Files] = {
     "GPT2Tokenizer with padding": files(
         byte_level(added("<x>", BYTES), padding=_PADDING), {"tokenizer_class": "GPT2Tokenizer"}
     ),
+    "Gemma 4": _of_gemma(_GEMMA_CONFIG),
+    "Gemma 4 without a class": _of_gemma({**_GEMMA_CONFIG, "tokenizer_class": None}),
+    "Gemma 4 without a config": _of_gemma(None),
+    "Gemma 4 with TokenizersBackend": _of_gemma(
+        {**_GEMMA_CONFIG, "tokenizer_class": "TokenizersBackend"}, gemma(pre_tokenizer=None)
+    ),
+    "GemmaTokenizer adds the first token": _of_gemma(
+        {**_GEMMA_CONFIG, "add_bos_token": True, "added_tokens_decoder": decoder(*GEMMA)},
+        gemma(post_processor=starts_with("<bos>", 2)),
+    ),
+    "GemmaTokenizer without a post-processor": _of_gemma(
+        {**_GEMMA_CONFIG, "add_bos_token": True}, gemma(post_processor=None)
+    ),
+    "GemmaTokenizerFast with only a class": _of_gemma({"tokenizer_class": "GemmaTokenizerFast"}),
+    "GemmaTokenizer ignores other parts": _of_gemma(
+        _GEMMA_CONFIG, gemma(normalizer=_LOWER, pre_tokenizer=_OTHER_REGEX, decoder=None)
+    ),
+    "GemmaTokenizer of a Llama vocabulary": _of_gemma({"tokenizer_class": "GemmaTokenizer"}, sentencepiece()),
+    "GemmaTokenizer without byte tokens": _of_gemma(_GEMMA_CONFIG, gemma(with_bytes=False)),
+    "GemmaTokenizer with another unknown token": _of_gemma(
+        {**_GEMMA_CONFIG, "unk_token": typed("<pad>")}, gemma(with_bytes=False)
+    ),
+    "GemmaTokenizer without some tokens": _of_gemma({**_GEMMA_CONFIG, "mask_token": None, "bos_token": None}),
     # --- chat templates
     "template list": _with_templates([{"name": "tool_use", "template": "x"}, {"name": "default", "template": _USES}]),
     "template list without default": _with_templates([{"name": "tool_use", "template": _USES}]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pallas_attn.models.checkpoints import IncrementalDetokenizer, load_tokenizer, text_process
-from scripts.tools.tokenizer_layouts import LAYOUTS, added, byte_level, files, sentencepiece, words, write
+from scripts.tools.tokenizer_layouts import LAYOUTS, added, byte_level, files, gemma, sentencepiece, words, write
 
 EXPECTED = json.loads(Path(__file__).with_name("tokenizer_layouts.json").read_text(encoding="utf-8"))
 
@@ -86,6 +86,15 @@ def test_text_equals_decode(load_layout, name):
     check_many(tokenizer, seed=sum(name.encode()), texts=TEXTS[2:3], rounds=1)
 
 
+def test_text_of_gemma_equals_decode(load_layout):
+    """The first space of a text is a part of the text, and runs of spaces and line breaks are tokens."""
+    tokenizer = load_layout(LAYOUTS["Gemma 4"])
+    check_many(tokenizer, seed=7)
+    ids = tokenizer.encode("  hello  user\n\n\n")
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.add([token]) for token in ids] == ["  ", "hello", "  ", "user", "\n\n", "\n"]
+
+
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("clean_up", [False, True])
 def test_text_equals_decode_with_each_decoder(load_layout, name, clean_up):
@@ -103,7 +112,7 @@ def test_text_equals_decode_with_each_decoder(load_layout, name, clean_up):
     check_many(tokenizer, seed=3, texts=TEXTS[1::2], rounds=2)
 
 
-@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, gemma])
 def test_random_bytes_equal_decode(load_layout, make):
     """Bytes that are not UTF-8: truncated, overlong and surrogate encodings."""
     tokenizer = load_layout(files(make()))

@@ -20,6 +20,7 @@ from scripts.tools.tokenizer_layouts import (
     byte_level,
     decoder,
     files,
+    gemma,
     sentencepiece,
     typed,
     words,
@@ -148,7 +149,7 @@ def test_ignored_file_may_contradict(load_layout):
         ({"added_tokens_decoder": {"5": {}}}, {}, "expected added_tokens_decoder of 5 to be a text or a token, got {}"),
         ({"split_special_tokens": 1}, {}, "expected split_special_tokens to be true or false, got 1"),
         ({"tokenizer_class": 3}, {}, "tokenizer_config.json: expected tokenizer_class to be a text, got 3"),
-        ({"tokenizer_class": "GemmaTokenizerFast"}, {}, "tokenizer_class GemmaTokenizerFast is not supported"),
+        ({"tokenizer_class": "CohereTokenizerFast"}, {}, "tokenizer_class CohereTokenizerFast is not supported"),
         ({"auto_map": {"AutoTokenizer": ["a.B", None]}}, {}, "auto_map: the tokenizer is Python code"),
         ({"auto_map": {"AutoTokenizer": [None, "a.B"]}, "tokenizer_class": "Acme"}, {}, "auto_map: the tokenizer is"),
         ({"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}, {}, "fast_tokenizer_files: expected only tokenizer.json"),
@@ -172,6 +173,12 @@ def test_malformed_file_raises(load_layout, config, others, message):
 def test_class_for_bpe_with_another_model_raises(load_layout):
     with pytest.raises(TokenizerError, match="expected a BPE model for LlamaTokenizer, got WordLevel"):
         load_layout(files(words(), {"tokenizer_class": "LlamaTokenizer"}))
+
+
+def test_gemma_without_unknown_token_raises(load_layout):
+    """Without this token, characters outside the vocabulary would be left out of the prompt."""
+    with pytest.raises(TokenizerError, match="unk_token: expected a token for GemmaTokenizer, got null"):
+        load_layout(files(gemma(), {"tokenizer_class": "GemmaTokenizer", "unk_token": None}))
 
 
 @pytest.mark.parametrize(
