@@ -57,11 +57,31 @@ def check_scalars(rope_theta: float, rms_norm_eps: float) -> None:
         raise ValueError(f"rms_norm_eps: expected at least 0, got {rms_norm_eps:g}")
 
 
+def check_kv_heads(num_attention_heads: int, num_key_value_heads: int, head_dim: int, prefix: str = "") -> None:
+    """Raise ValueError unless KV heads divide the query heads and the columns of a head form pairs. `prefix` is the
+    start of the names in messages."""
+    if num_attention_heads % num_key_value_heads:
+        wanted = f"a divisor of num_attention_heads={num_attention_heads}"
+        raise ValueError(f"num_{prefix}key_value_heads: expected {wanted}, got {num_key_value_heads}")
+    if head_dim % 2:
+        raise ValueError(f"{prefix}head_dim: expected an even number, got {head_dim}")
+
+
 def check_experts_of_all_layers(layers: int, name: str, experts: int) -> None:
     """Raise ValueError if all layers together have too many experts."""
     if layers * experts > LAYERS_BY_EXPERTS:
         wanted = f"at most {LAYERS_BY_EXPERTS} in all layers"
         raise ValueError(f"{name}: expected {wanted}, got {experts} in each of {layers}")
+
+
+def check_chosen_experts(layers: int, experts: tuple[str, int], chosen: tuple[str, int]) -> None:
+    """Raise ValueError for an impossible number of experts of a layer, or of experts that a token selects. Both are
+    given with their names, for messages."""
+    (name, number), (name_of_chosen, number_of_chosen) = experts, chosen
+    at_least(1, dict((experts, chosen)))
+    check_experts_of_all_layers(layers, name, number)
+    if number_of_chosen > number:
+        raise ValueError(f"{name_of_chosen}: expected at most {name}={number}, got {number_of_chosen}")
 
 
 def _at_most(name: str, value: int) -> None:

@@ -14,7 +14,8 @@ from pallas_attn import FULL
 from pallas_attn.models.config.entries import (
     Json,
     at_least,
-    check_experts_of_all_layers,
+    check_chosen_experts,
+    check_kv_heads,
     check_scalars,
     dtype_of,
     integer,
@@ -116,11 +117,7 @@ class Gemma4Config:
         at_least(1, {name: getattr(self, name) for name in sizes})
         at_least(0, {name: getattr(self, name) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers")})
         for kind, (heads, width) in {"": self.heads_of(LOCAL_KIND), "global_": self.heads_of(GLOBAL_KIND)}.items():
-            if self.num_attention_heads % heads:
-                wanted = f"a divisor of num_attention_heads={self.num_attention_heads}"
-                raise ValueError(f"num_{kind}key_value_heads: expected {wanted}, got {heads}")
-            if width % 2:
-                raise ValueError(f"{kind}head_dim: expected an even number, got {width}")
+            check_kv_heads(self.num_attention_heads, heads, width, kind)
         for theta in (self.rope_theta, self.global_rope_theta):
             check_scalars(theta, self.rms_norm_eps)
         if not 0 <= self.global_rotary_share <= 1:
@@ -152,11 +149,10 @@ class Gemma4Config:
         sizes = {name: getattr(self, name) for name in _EXPERT_SIZES}
         if not any(sizes.values()):
             return
-        at_least(1, sizes)
-        check_experts_of_all_layers(self.num_hidden_layers, "num_experts", self.num_experts)
-        if self.top_k_experts > self.num_experts:
-            wanted = f"at most num_experts={self.num_experts}"
-            raise ValueError(f"top_k_experts: expected {wanted}, got {self.top_k_experts}")
+        at_least(1, {"moe_intermediate_size": self.moe_intermediate_size})
+        check_chosen_experts(
+            self.num_hidden_layers, ("num_experts", self.num_experts), ("top_k_experts", self.top_k_experts)
+        )
 
     @property
     def model_type(self) -> str:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pallas_attn.models.config.entries import (
     Json,
     at_least,
-    check_experts_of_all_layers,
+    check_chosen_experts,
+    check_kv_heads,
     check_scalars,
     dtype_of,
     fp8_block,
@@ -108,13 +109,7 @@ class GQAConfig:
     def __post_init__(self) -> None:
         sizes = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
         at_least(1, {name: getattr(self, name) for name in sizes})
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads={self.num_attention_heads},"
-                f" got {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        check_kv_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
         check_scalars(self.rope_theta, self.rms_norm_eps)
         if self.windows is not None:
             check_windows(self.windows, self.num_hidden_layers, self.num_key_value_heads)
@@ -127,11 +122,11 @@ class GQAConfig:
                     f"num_local_experts: expected none in a {self.model_type}, got {self.num_local_experts}"
                 )
             return
-        at_least(1, {name: getattr(self, name) for name in ("num_local_experts", "num_experts_per_tok")})
-        check_experts_of_all_layers(self.num_hidden_layers, "num_local_experts", self.num_local_experts)
-        if self.num_experts_per_tok > self.num_local_experts:
-            wanted = f"at most num_local_experts={self.num_local_experts}"
-            raise ValueError(f"num_experts_per_tok: expected {wanted}, got {self.num_experts_per_tok}")
+        check_chosen_experts(
+            self.num_hidden_layers,
+            ("num_local_experts", self.num_local_experts),
+            ("num_experts_per_tok", self.num_experts_per_tok),
+        )
         if self.swiglu_limit <= 0:
             raise ValueError(f"swiglu_limit: expected a positive number, got {self.swiglu_limit}")
         if self.mxfp4_experts and (self.hidden_size % MXFP4_GROUP or self.intermediate_size % MXFP4_GROUP):

@@ -186,8 +186,8 @@ GEMMA = """{%- macro declared(tool) -%}
         {%- endif -%}
     {%- endfor -%}
     {%- if role == 'tool' -%}
-        {{- '<|tool_response>response:' + (message.get('name') or 'unknown') + '{value:' + quoted(message['content']) -}}
-        {{- '}<tool_response|>' -}}
+        {{- '<|tool_response>response:' + (message.get('name') or 'unknown') -}}
+        {{- '{value:' + quoted(message['content']) + '}<tool_response|>' -}}
         {%- set ns.last = 'result' -%}
     {%- else -%}
         {%- if not (role == 'model' and before.role == 'assistant') -%}{{- '<|turn>' + role + '\n' }}{%- endif -%}
