@@ -189,11 +189,6 @@ class DeepSeekConfig:
         return range(self.num_hidden_layers)
 
     @property
-    def is_divisible(self) -> bool:
-        """Whether a step may run as several programs of consecutive layers: always."""
-        return True
-
-    @property
     def mtp_layers(self) -> range:
         """Layer indices of multi-token prediction modules in a checkpoint."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)

@@ -199,12 +199,6 @@ class Gemma4Config:
         """Layers that have a cache."""
         return range(self.num_hidden_layers - self.num_kv_shared_layers)
 
-    @property
-    def is_divisible(self) -> bool:
-        """Whether a step may run as several programs of consecutive layers. A layer that uses the cache of another
-        layer, and the per-layer embeddings of all layers, must be in the same program."""
-        return not self.num_kv_shared_layers and not self.hidden_size_per_layer_input
-
     def cache_source(self, layer: int) -> int:
         """Return the layer whose cache a layer uses: the layer itself, or the last layer of the same kind that has a
         cache."""

@@ -52,6 +52,10 @@ class GemmaInputs:
         """Return the inputs of one layer."""
         return self if self.ple is None else dataclasses.replace(self, ple=self.ple[:, layer])
 
+    def of_layers(self, layers: slice) -> GemmaInputs:
+        """Return the inputs of some layers."""
+        return self if self.ple is None else dataclasses.replace(self, ple=self.ple[:, layers])
+
 
 class GemmaNorm(RMSNorm):
     """RMS norm whose product with the weight is computed in float32."""

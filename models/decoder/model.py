@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import jax
@@ -194,9 +195,10 @@ class Decoder(nnx.Module):
           ValueError: inconsistent shapes, or a model on a mesh is called outside `jax.shard_map`.
         """
         # Layers without a cache write nothing, so only tokens with logits need them.
-        writing, num_rows = len(self.part.cached_layers), metadata.logit_rows.shape[0]
-        skips = writing < len(self.layers) and num_rows < metadata.num_tokens and metadata.decode_draft_mask is None
-        x, caches = self._apply_layers(tokens, caches, metadata, writing if skips else len(self.layers))
+        num_rows = metadata.logit_rows.shape[0]
+        skips = self.has_readers and num_rows < metadata.num_tokens and metadata.decode_draft_mask is None
+        all_tokens = len(self.part.cached_layers) if skips else len(self.layers)
+        x, caches = self._apply_layers(tokens, caches, metadata, all_tokens)
         return self.finish(x, jnp.arange(num_rows, dtype=jnp.int32) if skips else metadata.logit_rows), caches
 
     def with_hidden(
@@ -232,13 +234,32 @@ class Decoder(nnx.Module):
         x, written, _ = apply_layers(layers[:all_tokens], x, inputs, caches[:all_tokens], steps)
         if all_tokens == len(layers):
             return x, written
-        rows = metadata.logit_rows
-        metadata = metadata.of_tokens(rows)
-        groups = self._group_steps(metadata, caches[0])
+        inputs, groups = self.inputs_of_logit_rows(inputs, metadata, caches[0])
         steps = [groups[numbers[index]] for index in range(all_tokens, len(layers))]
-        rest = layers[all_tokens:], x[rows], jax.tree.map(lambda of_tokens: of_tokens[rows], inputs)
-        x, unwritten, _ = apply_layers(*rest, caches[all_tokens:], steps, earlier=written)
+        rest = layers[all_tokens:], x[metadata.logit_rows], inputs.of_layers(slice(all_tokens, None))
+        x, unwritten, _ = apply_layers(*rest, caches[all_tokens:], steps, earlier=dict(enumerate(written)))
         return x, written + unwritten
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether the last layers have no cache, and use the caches of earlier layers."""
+        return len(self.part.cached_layers) < len(self.layers)
+
+    def inputs_of_logit_rows(
+        self, inputs: GemmaInputs, metadata: StepMetadata, cache: LayerCache
+    ) -> tuple[GemmaInputs, Sequence[GroupStep]]:
+        """Return the inputs of layers without a cache that are applied only to the tokens `metadata.logit_rows`.
+
+        Args:
+          inputs: inputs of all tokens, from `begin`.
+          metadata, cache: as in `begin`.
+
+        Returns:
+          The inputs of these tokens; and for each cache group the cache slots, metadata and decode plans.
+        """
+        rows = metadata.logit_rows
+        groups = self._group_steps(metadata.of_tokens(rows), cache)
+        return jax.tree.map(lambda of_tokens: of_tokens[rows], inputs), groups
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
@@ -455,35 +476,37 @@ def apply_layers(
     steps: Sequence[GroupStep],
     choice: Choice | None = None,
     *,
-    earlier: Caches = (),
+    earlier: Mapping[int, LayerCache] = MappingProxyType({}),
 ) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
     """Apply consecutive layers.
 
     Args:
       layers: the layers.
       x: hidden states before these layers.
-      inputs: inputs of all layers, from `Decoder.begin`.
+      inputs: inputs from `Decoder.begin`. Per-layer embeddings are those of these layers.
       caches: cache of each layer.
       steps: cache slots, metadata and decode plans of attention for each layer, from `Decoder.begin`.
       choice: cache slots of the keys that the last indexer before these layers selected (sparse attention); None
         without an indexer.
-      earlier: caches of the layers before these layers, with the new tokens. Required if layers of the model use the
-        caches of other layers.
+      earlier: by index in the model, the caches with the new tokens of the layers before these layers that a layer
+        reads. If it is not empty, no layer has a cache of its own.
 
     Returns:
       Hidden states after the last layer; the caches with the new tokens; and the keys that the last indexer selected,
       None without an indexer.
     """
     apply_layer = layer_function()
-    written = [*earlier]
-    for layer, cache, step in zip(layers, caches, steps, strict=True):
+    known, written = dict(earlier), []
+    for index, (layer, cache, step) in enumerate(zip(layers, caches, steps, strict=True)):
         # None for layers that ignore the argument: layers with and without it would be compiled separately.
         given = choice if layer.shares_choice else None
-        of_layer = inputs.of_layer(len(written)) if isinstance(inputs, GemmaInputs) else inputs
-        read = cache if layer.cache_source is None else written[layer.cache_source]
+        of_layer = inputs.of_layer(index) if isinstance(inputs, GemmaInputs) else inputs
+        read = cache if layer.cache_source is None else known[layer.cache_source]
         x, cache, choice = apply_layer(*nnx.split(layer), x, of_layer, read, *step, given)
+        if layer.cache_source is None:
+            known[index] = cache
         written.append(cache)
-    return x, tuple(written[len(earlier) :]), choice
+    return x, tuple(written), choice
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:

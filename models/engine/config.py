@@ -193,12 +193,15 @@ class Bucket:
       all_logits: whether logits of every prefill token are returned; otherwise only the logits used for sampling are
         computed.
       num_drafts: drafts per decode row including padding.
+      skips_layers: whether the last layers, which have no cache, are applied only to the tokens with logits. If they
+        are, the forward program returns no hidden states of prefill tokens.
     """
 
     decode_rows: int
     prefill_tokens: int
     all_logits: bool = False
     num_drafts: int = 0
+    skips_layers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

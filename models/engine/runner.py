@@ -142,10 +142,11 @@ class Runner:
         """Choose the function of a step, and whether long steps are split into several programs."""
         config = self._config
         # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
-        # layers' inputs would need shardings; batch-invariant steps must all be the same program; and layers that use
-        # the caches of other layers must be in the same program.
+        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
-        is_whole = is_whole or not model.config.is_divisible
+        # A proposer may need the hidden states of all tokens. Batch-invariant steps all have the same shapes.
+        needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
+        self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         self._long = None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
         self._layered: LayeredStep | None = None
@@ -252,19 +253,29 @@ class Runner:
 
     # --- compilation
 
-    def buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Return every bucket that a step may use."""
-        return self._config.buckets(all_logits)
+    def buckets(self, all_logits: bool = False, prompt_logprobs: bool = False) -> list[Bucket]:
+        """Return every bucket that a step may use.
+
+        Args:
+          all_logits: whether the steps return the logits of every prefill token.
+          prompt_logprobs: whether the steps compute log probabilities of prompt tokens, which need the hidden states of
+            every prefill token.
+        """
+        buckets = self._config.buckets(all_logits)
+        if not self._skips_layers or all_logits or prompt_logprobs:
+            return buckets
+        return [dataclasses.replace(bucket, skips_layers=bucket.prefill_tokens > 0) for bucket in buckets]
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
         """Return the smallest bucket that holds the step of every data rank."""
         some = [plan for plan in plans if plan is not None]
+        prompt_logprobs = any(plan.wants_prompt_logprobs for plan in some)
         num_decode = max(len(plan.decode) for plan in some)
         num_prefill = max(sum(row.num_tokens for row in plan.prefill) for plan in some)
         num_drafts = max(plan.num_drafts for plan in some)
         return next(
             bucket
-            for bucket in self.buckets(all_logits)
+            for bucket in self.buckets(all_logits, prompt_logprobs)
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
             if num_drafts <= bucket.num_drafts
         )
@@ -352,7 +363,7 @@ class Runner:
     def _shared_programs(self, bucket: Bucket) -> list[SharedProgram]:
         """Return the programs of steps of a bucket besides `forward`."""
         programs = [self._shared_program("propose", bucket)] if has_drafts(bucket) else []
-        if bucket.prefill_tokens:
+        if bucket.prefill_tokens and not bucket.skips_layers:
             programs.append(self._shared_program("score", bucket))
         return [*programs, self._shared_program("sample", bucket)]
 
@@ -364,13 +375,13 @@ class Runner:
         """
         match name:
             case "propose":
-                return SharedProgram(name, dataclasses.replace(bucket, prefill_tokens=0, all_logits=False))
+                return SharedProgram(name, Bucket(bucket.decode_rows, 0, num_drafts=bucket.num_drafts))
             case "score":
                 return SharedProgram(name, Bucket(0, bucket.prefill_tokens))
             case _ if self._config.speculate is None:
                 return SharedProgram(name, Bucket(self._config.num_rows(bucket), 0))
             case _:
-                return SharedProgram(name, dataclasses.replace(bucket, all_logits=False))
+                return SharedProgram(name, dataclasses.replace(bucket, all_logits=False, skips_layers=False))
 
     def _lower(self, name: ProgramName, bucket: Bucket) -> jax.stages.Lowered:
         """Trace and lower a program. On a mesh it is the part of each device.
@@ -654,7 +665,7 @@ class Runner:
         plans = [None] * self._num_ranks
         unsampled = self._run_forward(forward, bucket, plans, self._pack(bucket, plans))
         results = [self._run_sample(bucket, unsampled, None)]
-        if bucket.prefill_tokens:
+        if bucket.prefill_tokens and not bucket.skips_layers:
             tokens = self._put(np.full(self._num_ranks * bucket.prefill_tokens, -1, np.int32))
             score = self._shared[self._shared_program("score", bucket)]
             results.append(score(self._weights, unsampled.outputs.prompt_hidden, tokens))

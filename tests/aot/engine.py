@@ -27,7 +27,7 @@ from pallas_attn.models.engine.logit_edits import EditState
 from pallas_attn.models.engine.speculation import step as speculative
 from pallas_attn.models.engine.speculation.step import Drafts, allocate_state, has_drafts, proposer_sizes
 from pallas_attn.models.engine.step import plain
-from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range
+from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range, inputs_of_range
 from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
 from pallas_attn.models.engine.step.plain import StepOutputs
 from scripts.bench.shapes import DEEPSEEK_V3
@@ -194,9 +194,9 @@ def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case
     arguments["caches"] = arguments["caches"][: len(layers)]
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
-        x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
+        x, *inputs = layered.begin(bucket, weights, caches[0], packed, last_tokens)
         kinds, own = [layer.kind for layer in layers], [layer.weights(weights) for layer in layers]
-        return apply_layer_range(kinds, own, caches, x, None, *shared)
+        return apply_layer_range(kinds, own, caches, x, None, *inputs_of_range(inputs, 0, is_narrow=False), {})
 
     return Case(
         call,

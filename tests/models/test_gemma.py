@@ -42,9 +42,12 @@ from pallas_attn.models.engine import (
     RequestOutput,
     SamplingParams,
     Speculation,
+    WrittenLayer,
+    runner,
 )
 from pallas_attn.models.engine.group_sizes import group_sizes
 from pallas_attn.models.engine.kv_transfer.weight_digest import weight_digest
+from pallas_attn.models.engine.step.layered import StepPrograms
 from pallas_attn.models.engine.verify import verify
 from pallas_attn.models.moe import layer as moe_layer
 from pallas_attn.models.moe import router
@@ -487,11 +490,84 @@ def test_contexts_are_not_split():
         load_model(GOLDENS / "gemma4", mesh=make_mesh({"context": 2}))
 
 
-def test_steps_with_shared_caches_are_one_program():
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104)
-    engine = Engine(random_model(dataclasses.replace(TINY, vocab_size=64)), sizes)
-    with pytest.raises(NotImplementedError, match="not supported as several programs"):
-        engine._runner.cut_steps(2)
+@pytest.fixture
+def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens that layers are applied to, one per layer of each traced program."""
+    applied, right = list[int](), gemma.GemmaLayer.__call__
+    monkeypatch.setattr(
+        gemma.GemmaLayer, "__call__", lambda layer, x, *args: applied.append(x.shape[0]) or right(layer, x, *args)
+    )
+    monkeypatch.setattr(model, "layer_function", lambda: model._apply_layer)  # every layer is traced
+    return applied
+
+
+@pytest.fixture
+def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split every step with prompts into programs of at most two layers."""
+    monkeypatch.setattr(runner, "CONCURRENT_TOKENS", 0)
+    monkeypatch.setattr(runner, "MAX_LAYERS_PER_PROGRAM", 2)
+
+
+def test_prefill_skips_layers_for_tokens_without_logits(rows_of_layers: list[int]):
+    """Steps with prompts apply layers without a cache only to decode rows and to the last token of each chunk."""
+    config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
+    _, outputs = run(loaded("gemma4"), config, golden("gemma4").prompts)
+    expect_golden("gemma4", outputs)
+    of_programs = [tuple(rows_of_layers[i : i + 7]) for i in range(0, len(rows_of_layers), 7)]
+    # Four layers have a cache. Steps have up to 3 decode rows, 3 prompts and 16 prompt tokens.
+    decode, prompts, mixed = (3,) * 7, (16,) * 4 + (3,) * 3, (19,) * 4 + (6,) * 3
+    assert {*of_programs} == {decode, prompts, mixed}
+
+
+@pytest.mark.parametrize("programs", [pytest.param("one", marks=pytest.mark.slow), "several"])
+def test_prompt_log_probabilities_need_all_layers(
+    programs: str, rows_of_layers: list[int], request: pytest.FixtureRequest
+):
+    """Log probabilities of prompt tokens equal transformers. Other steps still skip layers."""
+    if programs == "several":
+        request.getfixturevalue("several_programs")
+    expected, params = golden("gemma4"), dataclasses.replace(GREEDY, max_tokens=4, prompt_logprobs=1)
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104, num_pages=40)
+    engine = Engine(loaded("gemma4"), dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,)))
+    *_, prompt = expected.prompts
+    [plain] = engine.generate([prompt], dataclasses.replace(params, prompt_logprobs=None))
+    assert min(rows_of_layers) == 3
+    rows_of_layers.clear()
+    [output] = engine.generate([prompt], params)
+    np.testing.assert_array_equal(output.output_ids, plain.output_ids)
+    assert {*rows_of_layers} <= {16, 19}
+    logits = jax.nn.log_softmax(expected["logits"][-1])
+    assert output.prompt_logprobs is not None
+    found = [entry.logprob for entry in output.prompt_logprobs[1:]]
+    np.testing.assert_allclose(found, logits[np.arange(len(prompt) - 1), np.asarray(prompt[1:])], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some_slow("gemma4"))
+def test_steps_of_several_programs_equal_transformers(name: str, several_programs: None):
+    """Layers without a cache are programs of their own, which read the caches of earlier programs."""
+    config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
+    engine, outputs = run(loaded(name), config, golden(name).prompts)
+    expect_golden(name, outputs)
+    steps = [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
+    shares = config_of(name).num_kv_shared_layers > 0
+    assert [step.narrow is not None for step in steps] == [shares] * 2
+    if shares:
+        ranges = {tuple(map(tuple, step.layer_ranges)) for step in steps}
+        assert ranges == {((0, 1), (2, 3), (4,), (5, 6))}
+
+
+@pytest.mark.slow
+def test_written_pages_are_reported_by_layer():
+    """The pages of all layers with a cache are reported while the step runs, and equal exported pages."""
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=64, max_model_len=104)
+    engine, told = Engine(loaded("gemma4"), sizes), list[WrittenLayer]()
+    feed = engine.watch_written(told.append, pieces=3)
+    outputs = engine.generate(golden("gemma4").prompts, GREEDY)
+    feed.wait(60)
+    expect_golden("gemma4", [*outputs, *outputs])
+    assert {written.layer for written in told} == {*config_of("gemma4").cached_layers}
+    assert {written.num_layers for written in told} == {4}
+    assert all(np.isfinite(array).all() for written in told for array in written.contents.values())
 
 
 def test_memory_is_divided_by_width_of_keys():

@@ -509,7 +509,7 @@ def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], layer_ranges: Seq
         for group in groups:
             rows = rows_on_device(np.zeros((size,), np.int32))
             of_layers |= dict.fromkeys(group.layers, (rows, group.head_wise))
-        for layers in layer_ranges:
+        for layers in (layers for layers in layer_ranges if layers.start in of_layers):
             gather_layers(caches[layers.start : layers.stop], [of_layers[layer] for layer in layers])
 
 

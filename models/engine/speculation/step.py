@@ -344,10 +344,11 @@ def forward(
     """
     inputs, num_decode = _inputs(config, bucket, state, packed, drafts), _num_decode(bucket)
     needs_hidden = _proposer(config).needs_hidden
-    extra = {"return_hidden": True} if needs_hidden or bucket.prefill_tokens else {}
+    returns_prompts = bucket.prefill_tokens > 0 and not bucket.skips_layers
+    extra = {"return_hidden": True} if needs_hidden or returns_prompts else {}
     logits, caches, *hidden = model_step(weights, inputs.tokens, caches, inputs.metadata, **extra)
     decode_hidden = hidden[0][:num_decode] if needs_hidden else None
-    prompt_hidden = hidden[0][num_decode:] if bucket.prefill_tokens else None
+    prompt_hidden = hidden[0][num_decode:] if returns_prompts else None
     return make_outputs(bucket, packed, logits, inputs.sampling, prompt_hidden, decode_hidden), caches
 
 

@@ -4,6 +4,9 @@
     one program per range of consecutive layers, for example layers 0 to 7, then 8 to 15
     finish: logits of the last layer's output
 
+Layers without a cache, which read the caches of earlier layers, are in ranges of their own. Before these ranges, the
+program `narrow` may select the tokens with logits.
+
 The program that samples is the same as for other steps. There are two reasons to split a forward pass:
 
 - Compile time. Ranges with the same kinds of layers share one compiled program. `runner` splits steps with many prompt
@@ -19,9 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +33,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
+from pallas_attn.models.decoder.gemma import GemmaInputs
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
@@ -55,28 +59,25 @@ class LayeredStep:
 
     Attributes:
       layers: the model's layers.
-      num_programs: maximum number of layer ranges.
+      num_programs: maximum number of layer ranges; with layers without a cache, there are at least two.
       layer_ranges: consecutive layers of each program between begin and finish.
       compiled: the compiled forward passes by bucket (padded batch shape).
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
-        """Choose the layer ranges; nothing is compiled.
-
-        Raises:
-          NotImplementedError: layers of the model use the caches of other layers, or have per-layer embeddings.
-        """
-        if not model.config.is_divisible:
-            raise NotImplementedError(
-                f"model: the steps of this {model.config.model_type} are not supported as several programs, because"
-                " layers use the caches of other layers or per-layer embeddings"
-            )
+        """Choose the layer ranges; nothing is compiled."""
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
         self.layers = [Layer.of(layer, places.layer_groups[n]) for n, layer in enumerate(places.layers)]
         self.num_programs = num_programs
-        self.layer_ranges = split_layers(len(self.layers), num_programs, _period([layer.kind for layer in self.layers]))
+        kinds, num_cached = [layer.kind for layer in self.layers], len(model.config.cached_layers)
+        of_cached = max(num_programs * num_cached // len(kinds), 1)
+        self.layer_ranges = split_layers(num_cached, of_cached, _period(kinds[:num_cached]))
+        if num_cached < len(kinds):
+            rest = kinds[num_cached:]
+            ranges = split_layers(len(rest), max(num_programs - of_cached, 1), _period(rest))
+            self.layer_ranges += [range(num_cached + r.start, num_cached + r.stop) for r in ranges]
         self.compiled: dict[Bucket, StepPrograms] = {}
 
     def compile(
@@ -106,15 +107,19 @@ class LayeredStep:
                 lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info
             )
 
-        begin, (x, *shared) = program(
+        begin, (x, *inputs) = program(
             functools.partial(self.begin, bucket), (), weights, caches[0], packed, last_tokens
         )
         known: dict[Any, tuple[Future[Any], Any]] = {}
-        futures, choice = [], None
-        for layer_range in self.layer_ranges:
+        futures, choice, narrow = [], None, None
+        for number, layer_range in enumerate(self.layer_ranges):
             layers = self.layers[layer_range.start : layer_range.stop]
+            if layers[0].cache_source is not None and inputs[1] is not None and narrow is None:
+                narrow, x = program(functools.partial(self._narrow, bucket), (), x, packed, last_tokens)
             kinds, own = tuple(layer.kind for layer in layers), [layer.weights(weights) for layer in layers]
-            arguments = own, caches[layer_range.start : layer_range.stop], x, choice, *shared
+            shared = inputs_of_range(inputs, number, is_narrow=narrow is not None)
+            sources = caches_to_read(layers, caches)
+            arguments = own, caches[layer_range.start : layer_range.stop], x, choice, *shared, sources
             leaves, structure = jax.tree.flatten(arguments)
             key = kinds, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if key not in known:
@@ -124,15 +129,15 @@ class LayeredStep:
         finish, _ = program(functools.partial(self._finish, bucket), (), weights, x, last_tokens, packed)
 
         def finished() -> StepPrograms:
-            programs = [future.result() for future in futures]
-            step = StepPrograms(self.layer_ranges, self.layers, begin.result(), programs, finish.result())
+            programs, narrowing = [future.result() for future in futures], narrow and narrow.result()
+            step = StepPrograms(self.layer_ranges, self.layers, begin.result(), programs, finish.result(), narrowing)
             return self.compiled.setdefault(bucket, step)
 
         return finished
 
     def begin(
         self, bucket: Bucket, weights: Sequence[Array], cache: Any, packed: Array, last_tokens: Array
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array, RangeInputs, RangeInputs | None]:
         """Compute the inputs that all layers share.
 
         Args:
@@ -141,19 +146,71 @@ class LayeredStep:
           cache: cache of the first layer. Only its shapes and dtypes are used.
 
         Returns:
-          Hidden states x [T, D] before the first layer, RoPE inputs, and attention metadata for each cache group.
+          Hidden states x [T, D] before the first layer; the inputs of all tokens; and the inputs of the tokens with
+          logits, None unless layers are applied only to these tokens.
         """
         step, tokens, _, logit_rows = read_step(self._config, bucket, packed, last_tokens)
-        return self._rebuild(weights).begin(tokens, cache, step.metadata(self._config.page_size, logit_rows))
+        model, metadata = self._rebuild(weights), step.metadata(self._config.page_size, logit_rows)
+        x, inputs, groups = model.begin(tokens, cache, metadata)
+        of_rows = None
+        if bucket.skips_layers:
+            of_rows = self._of_ranges(*model.inputs_of_logit_rows(inputs, metadata, cache))
+        return x, self._of_ranges(inputs, groups), of_rows
+
+    def _of_ranges(self, inputs: Any, groups: Sequence[Any]) -> RangeInputs:
+        """Split per-layer embeddings into the embeddings of each layer range, which are arguments of its program."""
+        if not isinstance(inputs, GemmaInputs) or inputs.ple is None:
+            return RangeInputs(inputs, groups, None)
+        of_ranges = [inputs.of_layers(slice(r.start, r.stop)).ple for r in self.layer_ranges]
+        return RangeInputs(dataclasses.replace(inputs, ple=None), groups, of_ranges)
+
+    def _narrow(self, bucket: Bucket, x: Array, packed: Array, last_tokens: Array) -> Array:
+        """Return the hidden states of the tokens with logits."""
+        *_, logit_rows = read_step(self._config, bucket, packed, last_tokens)
+        return x[logit_rows]
 
     def _finish(
         self, bucket: Bucket, weights: Sequence[Array], x: Array, last_tokens: Array, packed: Array
     ) -> StepOutputs:
-        """Compute the outputs of the step from the last layer's output x [T, D]."""
+        """Compute the outputs of the step from the last layer's output x, [T, D] or that of the tokens with logits."""
         step, _, sampling, logit_rows = read_step(self._config, bucket, packed, last_tokens)
-        model = self._rebuild(weights)
+        model, rows = self._rebuild(weights), step.row_parameters().pack()
+        if bucket.skips_layers:
+            return make_outputs(bucket, rows, model.logits(model.norm(x)), sampling, None)
         logits, hidden = model.finish(x, logit_rows), model.norm(x[bucket.decode_rows :])
-        return make_outputs(bucket, step.row_parameters().pack(), logits, sampling, hidden)
+        return make_outputs(bucket, rows, logits, sampling, hidden)
+
+
+class RangeInputs(NamedTuple):
+    """Inputs of the programs of layer ranges that depend only on the tokens of a step.
+
+    Attributes:
+      inputs: `SharedInputs` of the tokens, without per-layer embeddings.
+      groups: attention metadata of each cache group.
+      ple: per-layer embeddings of each layer range; None for a model without them.
+    """
+
+    inputs: Any
+    groups: Any
+    ple: Any
+
+
+def inputs_of_range(inputs: Sequence[Any], number: int, *, is_narrow: bool) -> tuple[Any, Any]:
+    """Return the inputs and the attention metadata of a layer range.
+
+    Args:
+      inputs: results of `LayeredStep.begin` after x.
+      number: index of the range.
+      is_narrow: whether its layers are applied only to the tokens with logits.
+    """
+    shared, groups, ple = inputs[is_narrow]
+    return shared if ple is None else dataclasses.replace(shared, ple=ple[number]), groups
+
+
+def caches_to_read(layers: Sequence[Layer], caches: Sequence[Any]) -> dict[int, Any]:
+    """Return, by index, the caches of earlier layers that some layers read."""
+    sources = {layer.cache_source for layer in layers if layer.cache_source is not None}
+    return {source: caches[source] for source in sorted(sources)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +223,7 @@ class StepPrograms:
       begin: compiled `LayeredStep.begin`.
       programs_of_layers: compiled `apply_layer_range`, one per layer range.
       finish: compiled `LayeredStep._finish`.
+      narrow: compiled `LayeredStep._narrow`; None if all layers are applied to all tokens.
     """
 
     layer_ranges: Sequence[range]
@@ -173,6 +231,7 @@ class StepPrograms:
     begin: Callable[..., Any]
     programs_of_layers: Sequence[Callable[..., Any]]
     finish: Callable[..., Any]
+    narrow: Callable[..., Any] | None = None
 
     def __call__(
         self,
@@ -195,11 +254,16 @@ class StepPrograms:
         Returns:
           As `forward`.
         """
-        x, *shared = self.begin(weights, caches[0], packed, last_tokens)
+        x, *inputs = self.begin(weights, caches[0], packed, last_tokens)
         written: list[Any] = []
         choice: Any = None
-        for layer_range, program in zip(self.layer_ranges, self.programs_of_layers, strict=True):
-            of_layers = [layer.weights(weights) for layer in self.layers[layer_range.start : layer_range.stop]]
+        is_narrow = False
+        for number, (layer_range, program) in enumerate(zip(self.layer_ranges, self.programs_of_layers, strict=True)):
+            layers = self.layers[layer_range.start : layer_range.stop]
+            if layers[0].cache_source is not None and self.narrow is not None and not is_narrow:
+                x, is_narrow = self.narrow(x, packed, last_tokens), True
+            of_layers = [layer.weights(weights) for layer in layers]
+            shared = *inputs_of_range(inputs, number, is_narrow=is_narrow), caches_to_read(layers, written)
             own, x, choice = program(of_layers, caches[layer_range.start : layer_range.stop], x, choice, *shared)
             written += own
             if on_program is not None and layer_range.stop < len(self.layers):
@@ -214,13 +278,15 @@ class Layer:
     Attributes:
       kind: see `LayerKind`.
       places: indices of the layer's weights in the flat list of the model's weights.
+      cache_source: index of the layer whose cache this layer reads; None if it has its own cache.
     """
 
     kind: LayerKind
     places: Sequence[int]
+    cache_source: int | None
 
     @staticmethod
-    def of(layer: nnx.Module, group: int) -> Layer:
+    def of(layer: Any, group: int) -> Layer:
         """Make the description of a layer.
 
         Args:
@@ -229,7 +295,7 @@ class Layer:
         """
         graph, state = nnx.split(layer)
         places, structure = jax.tree.flatten(state)
-        return Layer((graph, structure, group), places)
+        return Layer((graph, structure, group), places, layer.cache_source)
 
     def weights(self, weights: Sequence[Array]) -> list[Array]:
         """Select the layer's weights from the model's weights. The result is a flat list: with a tree as argument, each
@@ -243,8 +309,9 @@ def apply_layer_range(
     caches: Caches,
     x: Float[Array, "T D"],
     choice: Any,
-    rope: Any,
+    inputs: Any,
     groups: Sequence[Any],
+    sources: Mapping[int, Any],
 ) -> tuple[Caches, Float[Array, "T D"], Any]:
     """Apply consecutive layers.
 
@@ -255,8 +322,9 @@ def apply_layer_range(
       x: [T, D], hidden states before these layers.
       choice: cache slots of the keys that the last indexer before these layers selected (DeepSeek sparse attention);
         None if no layer before has an indexer.
-      rope: RoPE inputs of the step's tokens.
+      inputs: `SharedInputs` of the step's tokens, with the per-layer embeddings of these layers.
       groups: attention metadata of each cache group.
+      sources: caches of earlier layers that these layers read, by layer.
 
     Returns:
       The layers' caches with the new tokens; and x and choice, the arguments for the next layer.
@@ -265,7 +333,8 @@ def apply_layer_range(
         nnx.merge(graph, jax.tree.unflatten(structure, of_layer))
         for (graph, structure, _), of_layer in zip(kinds, weights, strict=True)
     ]
-    x, caches, choice = apply_layers(layers, x, rope, caches, [groups[group] for *_, group in kinds], choice)
+    steps = [groups[group] for *_, group in kinds]
+    x, caches, choice = apply_layers(layers, x, inputs, caches, steps, choice, earlier=sources)
     return caches, x, choice
 
 
@@ -284,6 +353,8 @@ def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupS
     }
 
     def on_program(layer_range: range, caches: Caches) -> None:
+        if layer_range.start not in of_layers:  # the layers have no cache
+            return
         copies = gather_layers(caches, [of_layers[layer] for layer in layer_range])
         for layer, of_layer in zip(layer_range, copies, strict=True):
             on_layer(layer, of_layer)

@@ -37,7 +37,7 @@ class StepOutputs(NamedTuple):
       rows: int32 [m], input of the sample program: `RowParameters.pack` of the rows; with drafts `PackedStep.pack`.
       logits: float32 [n, V], logits after which tokens are sampled.
       prompt_hidden: [prefill tokens, D], hidden states of the prefill tokens after the final norm; None without prefill
-        tokens.
+        tokens, or if `Bucket.skips_layers`.
       decode_hidden: [n, D], hidden states of the inputs of decode rows; None unless a proposer needs them.
       prompt_logits: float32 [prefill tokens, V], logits of the prefill tokens; None if `Bucket.all_logits` is False.
     """
@@ -80,7 +80,7 @@ def forward(
       The outputs for `sample`, and the caches with the new tokens.
     """
     step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
-    extra = {"return_hidden": True} if bucket.prefill_tokens else {}
+    extra = {"return_hidden": True} if bucket.prefill_tokens and not bucket.skips_layers else {}
     logits, caches, *hidden = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows), **extra)
     prompt_hidden = hidden[0][bucket.decode_rows :] if hidden else None
     return make_outputs(bucket, step.row_parameters().pack(), logits, sampling, prompt_hidden), caches
