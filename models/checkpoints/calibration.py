@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import PagedKV
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, ModelConfig
 from pallas_attn.models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
-from pallas_attn.models.decoder.caches import QUANTISED, UNEQUAL_HEADS
+from pallas_attn.models.decoder.caches import QUANTISED
 
 type Layout = Literal["head", "channel"]
 """One scale per KV head, or one scale per channel of a KV head."""
@@ -47,7 +47,8 @@ def calibrate(
         quantised more finely.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: largest percentile value / qmax, or 1 if all magnitudes are zero.
+      Scales of each layer with a cache, [Hkv] or [Hkv, D]: largest percentile value / qmax, or 1 if all magnitudes are
+      zero.
 
     Raises:
       ValueError: an argument is invalid (see `check_inputs`), or keys or values are not finite.
@@ -57,8 +58,11 @@ def calibrate(
     reduced = (1,) if layout == "channel" else (1, 2)
     largest = jax.jit(functools.partial(_magnitudes, step, model.allocate_caches, reduced, percentile))
     of_prompts = [jax.device_get(largest(weights, pad_tokens(p), np.int32(len(p)))) for p in prompts]
-    k, v = (np.max(magnitudes, axis=0) for magnitudes in zip(*of_prompts, strict=True))
-    return KVScales(_scales(k, dtype), _scales(v, dtype))
+    k, v = (
+        tuple(_scales(np.max(of_layer, axis=0), dtype) for of_layer in zip(*of_kind, strict=True))
+        for of_kind in zip(*of_prompts, strict=True)
+    )
+    return KVScales(k, v)
 
 
 def check_inputs(
@@ -73,12 +77,9 @@ def check_inputs(
     Raises:
       ValueError: the model caches latents; a prompt is empty, too long for the model or has ids outside the
         vocabulary; or another argument is invalid.
-      NotImplementedError: layers of the model have heads of different widths.
     """
     if isinstance(config, DeepSeekConfig):
         raise ValueError(f"model: a {config.model_type} caches latents, which have no static scales")
-    if isinstance(config, Gemma4Config):
-        raise NotImplementedError(f"model: a {config.model_type} has no static scales: {UNEQUAL_HEADS}")
     if jnp.dtype(dtype) not in QUANTISED:
         raise ValueError(f"dtype: expected int8 or float8_e4m3fn, got {jnp.dtype(dtype).name}")
     if layout not in ("head", "channel"):
@@ -102,13 +103,13 @@ def _magnitudes(
     weights: list[Array],
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
-) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
-    """Run a prompt. Return the percentile of the magnitudes of keys, and of values, for each layer: [layers, Hkv] or
-    [layers, Hkv, D]. `reduced` are the axes of [Hkv, T, D] over which the percentile is computed."""
+) -> tuple[list[Float32[Array, "..."]], list[Float32[Array, "..."]]]:
+    """Run a prompt. Return the percentile of the magnitudes of keys, and of values, for each layer with a cache: [Hkv]
+    or [Hkv, D]. `reduced` are the axes of [Hkv, T, D] over which the percentile is computed."""
     _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
-    return jnp.stack([largest(cache.k) for cache in stored]), jnp.stack([largest(cache.v) for cache in stored])
+    return [largest(cache.k) for cache in stored], [largest(cache.v) for cache in stored]
 
 
 def _percentile(

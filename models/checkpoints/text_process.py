@@ -182,9 +182,8 @@ def rebuilt(
     core = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=with_bytes, byte_fallback=with_bytes)
     )
-    if with_bytes:
-        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        core.decoder = decoders.Sequence(parts)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()] if with_bytes else []
+    core.decoder = decoders.Sequence(parts) if with_bytes else decoders.ByteLevel()
     if kind == "LlamaTokenizer":
         with_prefix = with_prefix is not False
         scheme = "never" if not with_prefix else "always" if settings["legacy"] else "first"
@@ -202,10 +201,8 @@ def rebuilt(
         symbols = pre_tokenizers.ByteLevel(add_prefix_space=bool(with_prefix), use_regex=False)
         core.normalizer = tokenizers.normalizers.NFC()
         core.pre_tokenizer = pre_tokenizers.Sequence([split, symbols])
-        core.decoder = decoders.ByteLevel()
     else:  # GPT2Tokenizer
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(with_prefix))
-        core.decoder = decoders.ByteLevel()
     if stored.post_processor is not None:
         core.post_processor = stored.post_processor
     return core

@@ -165,7 +165,7 @@ def _layer(
 ) -> dict[str, Source]:
     name = f"model.layers.{index}"
     if isinstance(config, Gemma4Config):
-        return _gemma_layer(config, index, name, split, device)
+        return _gemma_layer(config, index, name, split, device, contexts)
     return {
         "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
         "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
@@ -174,7 +174,9 @@ def _layer(
     }
 
 
-def _gemma_layer(config: Gemma4Config, index: int, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
+def _gemma_layer(
+    config: Gemma4Config, index: int, name: str, split: ExpertSplit, device: int, contexts: int
+) -> dict[str, Source]:
     width, ple = config.hidden_size, config.hidden_size_per_layer_input
     norms = [
         "input_layernorm",
@@ -183,7 +185,7 @@ def _gemma_layer(config: Gemma4Config, index: int, name: str, split: ExpertSplit
         "post_feedforward_layernorm",
     ]
     sources = {
-        **_under("self_attn", _gemma_attention(config, index, f"{name}.self_attn")),
+        **_under("self_attn", _gemma_attention(config, index, f"{name}.self_attn", contexts)),
         **_under("mlp", _mlp(config, f"{name}.mlp", config.mlp_width(index))),
         "layer_scalar": Source({f"{name}.layer_scalar": (1,)}),
     }
@@ -197,9 +199,10 @@ def _gemma_layer(config: Gemma4Config, index: int, name: str, split: ExpertSplit
     return sources | {f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms}
 
 
-def _gemma_attention(config: Gemma4Config, index: int, name: str) -> dict[str, Source]:
-    """Return the sources of a layer's attention. A layer without a cache has no keys and values. A layer whose values
-    are made from the projection of keys has no projection of values."""
+def _gemma_attention(config: Gemma4Config, index: int, name: str, contexts: int) -> dict[str, Source]:
+    """Return the sources of a layer's attention. The output projection has the heads that a device merges. A layer
+    without a cache has no keys and values. A layer whose values are made from the projection of keys has no projection
+    of values."""
     heads, (kv_heads, width) = config.num_attention_heads, config.kv_heads(index)
     has_cache = index in config.cached_layers
     widths = {"q_proj": heads * width}
@@ -210,7 +213,7 @@ def _gemma_attention(config: Gemma4Config, index: int, name: str) -> dict[str, S
     joined = {f"{name}.{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
     return {
         "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1), of_heads=True),
-        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, heads * width),
+        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, heads // contexts * width),
         **{f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms},
     }
 

@@ -56,8 +56,9 @@ examples:
       --kv-scales scales.safetensors --prompt "What is a page table?"
 
 The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV
-heads, head width]). If all keys or values of a channel or head are zero, its
-scale is 1.
+heads, head width]), or k_scale.0, k_scale.1, ... of each layer if the heads of
+layers differ. If all keys or values of a channel or head are zero, its scale
+is 1.
 
 exit status:
   0    written

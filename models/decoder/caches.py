@@ -24,7 +24,7 @@ from pallas_attn import (
     kv_cache_spec,
     latent_cache_spec,
 )
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -53,33 +53,30 @@ QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes in which keys and values are stored as (stored value) · (scale)."""
 
 
-UNEQUAL_HEADS = "local and global layers have heads of different widths, for which static scales have no format"
-"""Reason for which Gemma 4 models do not support static scales."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVScales:
     """Static scales of a quantised KV cache, from calibration. A key or value equals its stored number times the scale.
 
     Attributes:
-      k, v: float32 scales of keys and values: per layer and KV head [layers, Hkv], or also per channel [layers, Hkv,
-        D].
+      k, v: float32 scales of keys and values of each layer that has a cache: per KV head [Hkv], or also per channel
+        [Hkv, D]. Layers without a cache, which are the last layers, have no scales.
 
     Raises:
-      ValueError: k and v have different shapes, or not two or three axes, or a scale is not positive and finite.
+      ValueError: k and v have different shapes, or the scales of a layer not one or two axes, or a scale is not
+        positive and finite.
     """
 
-    k: Float32[np.ndarray, "..."]
-    v: Float32[np.ndarray, "..."]
+    k: tuple[Float32[np.ndarray, "..."], ...]
+    v: tuple[Float32[np.ndarray, "..."], ...]
 
     def __post_init__(self) -> None:
-        if self.k.shape != self.v.shape or self.k.ndim not in (2, 3):
+        if shape_of(self.k) != shape_of(self.v) or {len(scale.shape) for scale in self.k} not in ({1}, {2}):
             raise ValueError(
                 "kv_scales: expected k and v of one shape, [layers, Hkv] or [layers, Hkv, D],"
-                f" got {list(self.k.shape)} and {list(self.v.shape)}"
+                f" got {shape_of(self.k)} and {shape_of(self.v)}"
             )
         for name, scales in (("k", self.k), ("v", self.v)):
-            if not np.all(np.isfinite(scales) & (scales > 0)):
+            if not all(np.all(np.isfinite(scale) & (scale > 0)) for scale in scales):
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
 
     def of_part(self, config: ModelConfig) -> KVScales:
@@ -91,8 +88,17 @@ class KVScales:
         Args:
           config: configuration of one device's part of the model.
         """
-        heads = slice(config.num_key_value_heads if isinstance(config, GQAConfig) else None)
-        return KVScales(self.k[:, heads], self.v[:, heads])
+        if isinstance(config, DeepSeekConfig):  # `cache_spec` raises
+            return self
+        heads = [config.kv_heads(layer).num_heads for layer in range(len(self.k))]
+        k, v = (tuple(scale[:n] for scale, n in zip(scales, heads, strict=True)) for scales in (self.k, self.v))
+        return KVScales(k, v)
+
+
+def shape_of(scales: Sequence[np.ndarray]) -> list[int] | list[list[int]]:
+    """Return [layers, ...] if the arrays of all layers have equal shapes, else the shape of each layer's array."""
+    shapes = [[*scale.shape] for scale in scales]
+    return [len(shapes), *shapes[0]] if all(shape == shapes[0] for shape in shapes) else shapes
 
 
 def cache_spec(
@@ -121,7 +127,6 @@ def cache_spec(
 
     Raises:
       ValueError: a size below 1, an unsupported dtype, latents too narrow for scales, or scales of the wrong shape.
-      NotImplementedError: static scales, and layers have heads of different widths.
     """
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
@@ -134,16 +139,15 @@ def cache_spec(
         return CacheSpec(
             num_pages, page_size, spec.arrays | {f"{INDEX}{n}": array for n, array in index.arrays.items()}
         )
-    if scales is not None and isinstance(config, Gemma4Config):
-        raise NotImplementedError(f"kv_scales: expected None, {UNEQUAL_HEADS}")
     if layer not in config.cached_layers:
         return CacheSpec(num_pages, page_size, {})
     heads = config.kv_heads(layer)
     if scales is not None:
-        wanted = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)[: scales.k.ndim]
-        if scales.k.shape != wanted:
-            raise ValueError(f"kv_scales: expected shape {list(wanted)} of this model, got {list(scales.k.shape)}")
-        layout = "head" if scales.k.ndim == 2 else "channel"
+        axes = len(scales.k[0].shape)
+        wanted = shape_of([np.empty(config.kv_heads(i)[:axes]) for i in config.cached_layers])
+        if shape_of(scales.k) != wanted:
+            raise ValueError(f"kv_scales: expected shape {wanted} of this model, got {shape_of(scales.k)}")
+        layout = "head" if axes == 1 else "channel"
     else:
         layout = page_size if jnp.dtype(dtype) in QUANTISED else None
     return kv_cache_spec(
@@ -236,7 +240,7 @@ def allocate_caches(
     config: ModelConfig,
     specs: Sequence[CacheSpec],
     scales: KVScales | None = None,
-    own_heads: Callable[[Array], Array] = lambda scale: scale,
+    own_heads: Callable[[int, Array], Array] = lambda layer, scale: scale,
 ) -> Caches:
     """Allocate empty caches of all layers.
 
@@ -244,16 +248,21 @@ def allocate_caches(
       config: configuration of the model, or of one device's part of it.
       specs: result of `cache_spec` for each layer.
       scales: static scales of all KV heads of the model; None for MLA, unquantised caches, or scales per token.
-      own_heads: function that selects, from the scales [Hkv, ...] of a layer, the scales of the KV heads in these
-        caches. The default selects all.
+      own_heads: function (layer, scales) that selects, from the scales [Hkv, ...] of a layer, the scales of the KV
+        heads in these caches. The default selects all.
     """
     if isinstance(config, DeepSeekConfig):
         return tuple(map(allocate_latents, specs))
     if scales is None:
         return tuple(map(allocate_heads, specs))
-    return tuple(
+    cached = len(scales.k)
+    of_layers = enumerate(zip(specs[:cached], scales.k, scales.v, strict=True))
+    allocated = tuple(
         dataclasses.replace(
-            PagedKV.allocate(spec), k_scale=own_heads(jnp.asarray(k)), v_scale=own_heads(jnp.asarray(v))
+            PagedKV.allocate(spec),
+            k_scale=own_heads(layer, jnp.asarray(k)),
+            v_scale=own_heads(layer, jnp.asarray(v)),
         )
-        for spec, k, v in zip(specs, scales.k, scales.v, strict=True)
+        for layer, (spec, k, v) in of_layers
     )
+    return (*allocated, *[None] * (len(specs) - cached))

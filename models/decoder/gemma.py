@@ -24,9 +24,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import PagedKV, Rope, write_kv
 from pallas_attn.models.config import Gemma4Config
-from pallas_attn.models.decoder.gqa import GQAStep, attend
+from pallas_attn.models.decoder import contexts as split_contexts
+from pallas_attn.models.decoder.gqa import GQAStep, attend, attend_over_contexts
 from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm, geglu, rms_scaled
-from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, embed
+from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, embed, num_contexts
 from pallas_attn.models.decoder.rope import CosSin, inverse_frequencies, rotate
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.moe.layer import ScaledMoE
@@ -122,9 +123,15 @@ class GemmaAttention(nnx.Module):
 
     A global layer of a model with `attention_k_eq_v` has one projection for keys and values. Values are made from the
     projection before the norm and the rotation of keys. A layer without a cache computes only queries.
+
+    `contexts` is the number of devices along the mesh axis `context`. If it is above 1, each device has the results of
+    1 / contexts of the heads. In global layers it caches a part of the tokens of each page, and results are exchanged;
+    in local layers it caches only the KV heads of its results.
     """
 
-    def __init__(self, config: Gemma4Config, index: int, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(
+        self, config: Gemma4Config, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1
+    ):
         """Make the layer with zero weights.
 
         Raises:
@@ -132,7 +139,7 @@ class GemmaAttention(nnx.Module):
         """
         if settings.mla != "auto":
             raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
-        self.config, self.settings = config, settings
+        self.config, self.settings, self.contexts = config, settings, contexts
         self.is_global, self.has_cache = config.is_global(index), index in config.cached_layers
         self.kv_heads, self.width = config.kv_heads(index)
         self.k_eq_v = config.attention_k_eq_v and self.is_global
@@ -141,7 +148,7 @@ class GemmaAttention(nnx.Module):
         self.qkv_proj = Linear(config.hidden_size, projected * self.width, dtype)
         self.q_norm = GemmaNorm(self.width, eps, dtype)
         self.k_norm = GemmaNorm(self.width, eps, dtype) if self.has_cache else None
-        self.o_proj = Linear(heads * self.width, config.hidden_size, dtype)
+        self.o_proj = Linear(heads // contexts * self.width, config.hidden_size, dtype)
 
     def __call__(
         self,
@@ -164,27 +171,32 @@ class GemmaAttention(nnx.Module):
         Returns:
           Attention output of every token, and the cache with the new tokens; None for a layer without a cache.
         """
-        heads = self.config.num_attention_heads
+        heads, eps = self.config.num_attention_heads, self.config.rms_norm_eps
         projected = self.qkv_proj(x).reshape(x.shape[0], -1, self.width)
         q, kv = projected[:, :heads], projected[:, heads:]
+        k = v = written = None
+        if self.has_cache:
+            k, v = kv[:, : self.kv_heads], normed_values(kv[:, -self.kv_heads :], eps)
+        splits_tokens = self.contexts > 1 and self.is_global
+        if self.contexts > 1 and not splits_tokens:
+            q = split_contexts.own_heads(q, heads // self.contexts)
+            k, v = (None if x is None else split_contexts.own_kv_heads(x, heads) for x in (k, v))
         cos, sin = inputs.of_global if self.is_global else inputs.of_local
-        written: PagedKV | None = None
-        if self.k_norm is None:
+        if k is None or v is None or self.k_norm is None:
             q = rotate(self.q_norm(q), cos, sin)
+        elif splits_tokens:
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+            slots = split_contexts.own_slots(slots, cache.page_size)
+            written = cache = write_kv(cache, k, v, slots, implementation=self.settings.implementation)
         else:
-            k, v = kv[:, : self.kv_heads], kv[:, -self.kv_heads :]
-            eps = self.config.rms_norm_eps
-            cache, q = write_kv(
-                cache,
-                k,
-                normed_values(v, eps),
-                slots,
-                rope=Rope(cos, sin, q_norm=self.q_norm.weight[...], k_norm=self.k_norm.weight[...], norm_eps=eps),
-                q=q,
-                implementation=self.settings.implementation,
-            )
+            norms = {"q_norm": self.q_norm.weight[...], "k_norm": self.k_norm.weight[...], "norm_eps": eps}
+            rope = Rope(cos, sin, **norms)
+            cache, q = write_kv(cache, k, v, slots, rope=rope, q=q, implementation=self.settings.implementation)
             written = cache
-        out = attend(q, cache, step, self.config.sm_scale, None, self.settings)
+        if splits_tokens:
+            out = attend_over_contexts(q, k, v, cache, step, self.config.sm_scale, None, self.settings)
+        else:
+            out = attend(q, cache, step, self.config.sm_scale, None, self.settings)
         return self.o_proj(out.reshape(x.shape[0], -1)), written
 
 
@@ -213,7 +225,7 @@ class GemmaLayer(nnx.Module):
         """Make a layer with zero weights, on a mesh one device's part of the layer. Arguments as in `DecoderLayer`."""
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = GemmaNorm(width, eps, dtype)
-        self.self_attn = GemmaAttention(config, index, settings, dtype)
+        self.self_attn = GemmaAttention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = GemmaNorm(width, eps, dtype)
         self.pre_feedforward_layernorm = GemmaNorm(width, eps, dtype)
         self.mlp = MLP(width, config.mlp_width(index), dtype, geglu)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -38,7 +39,7 @@ from pallas_attn.models.config import GQAConfig, HeadsConfig, HeadWindows, Layer
 from pallas_attn.models.decoder import contexts as split_contexts
 from pallas_attn.models.decoder.caches import cache_spec
 from pallas_attn.models.decoder.layers import Linear, RMSNorm
-from pallas_attn.models.decoder.mesh import CONTEXT
+from pallas_attn.models.decoder.mesh import CONTEXT, cached_part, splits_heads
 from pallas_attn.models.decoder.rope import CosSin, rotate
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
@@ -84,7 +85,7 @@ def plan_step(
       config: configuration of the model, or of one device's part.
       settings: attention settings.
       metadata: metadata of the step.
-      cache: cache of any layer; only its shapes and dtypes are used.
+      cache: cache of the first layer; only its shapes and dtypes are used.
       dtype: dtype of the queries.
       contexts: number of devices that the tokens of each page are split over.
 
@@ -92,37 +93,47 @@ def plan_step(
       One `GQAStep` per entry of `cache_groups(config)`.
     """
     rows, groups = (metadata.decode_kv_lens.shape[0], metadata.decode_queries), cache_groups(config)
-    kv_lens = metadata.decode_kv_lens
-    if contexts > 1:
-        kv_lens = split_contexts.own_lens(kv_lens, cache.page_size)
-    steps = [GQAStep(metadata, metadata.of_group(i), None, kv_lens, group.window) for i, group in enumerate(groups)]
+    caches = [_cache_of_group(config, cache, group.layers[0], contexts) for group in groups]
+    heads_split = [splits_heads(config, group.layers[0], contexts) for group in groups]
+    lens = [
+        metadata.decode_kv_lens
+        if contexts == 1 or is_split
+        else split_contexts.own_lens(metadata.decode_kv_lens, of_group.page_size)
+        for of_group, is_split in zip(caches, heads_split, strict=True)
+    ]
+    steps = [GQAStep(metadata, metadata.of_group(i), None, lens[i], group.window) for i, group in enumerate(groups)]
     if not metadata.num_decode:
         return tuple(steps)
+    heads = [config.num_attention_heads // (contexts if is_split else 1) for is_split in heads_split]
     plans = (
         plan_decode(
-            jax.ShapeDtypeStruct(
-                (*rows, config.num_attention_heads, config.kv_heads(group.layers[0]).width), jnp.dtype(dtype)
-            ),
-            _cache_of_group(config, cache, group.layers[0]),
+            jax.ShapeDtypeStruct((*rows, num_heads, of_group.k.shape[3]), jnp.dtype(dtype)),
+            of_group,
             step.tables.decode_block_tables,
-            kv_lens,
+            step.decode_kv_lens,
             q_lens=metadata.decode_q_lens,
             window=step.window_argument(),
             mode="fixed" if settings.batch_invariant else "balanced",
             implementation=settings.implementation,
         )
-        for group, step in zip(groups, steps, strict=True)
+        for of_group, num_heads, step in zip(caches, heads, steps, strict=True)
     )
     return tuple(dataclasses.replace(step, plan=plan) for step, plan in zip(steps, plans, strict=True))
 
 
-def _cache_of_group(config: HeadsConfig, cache: PagedKV, layer: int) -> PagedKV:
-    """Return the shapes of the cache of a layer, given the cache of any layer."""
-    heads = config.kv_heads(layer)
-    if (heads.num_heads, heads.width) == (cache.k.shape[1], cache.k.shape[3]):
+def _cache_of_group(config: HeadsConfig, cache: PagedKV, layer: int, contexts: int) -> PagedKV:
+    """Return the shapes of the cache of a layer, given the cache of the first layer."""
+    is_split, first_is_split = (splits_heads(config, i, contexts) for i in (layer, 0))
+    heads = cached_part(config, contexts).kv_heads(layer)
+    if is_split == first_is_split and (heads.num_heads, heads.width) == (cache.k.shape[1], cache.k.shape[3]):
         return cache
-    spec = cache_spec(config, cache.k.shape[0], cache.page_size, cache.k.dtype, layer=layer)
-    return PagedKV(**spec.arrays)  # pyrefly: ignore[bad-argument-type]
+    page_size = cache.page_size * (1 if first_is_split else contexts) // (1 if is_split else contexts)
+    spec = cache_spec(cached_part(config, contexts), cache.k.shape[0], page_size, cache.k.dtype, layer=layer)
+    arrays = dict(spec.arrays)
+    if cache.k_scale is not None and cache.k_scale.ndim < 3:  # static scales per head, or also per channel
+        shape = heads[: cache.k_scale.ndim]
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return PagedKV(**arrays)  # pyrefly: ignore[bad-argument-type]
 
 
 def attend(
@@ -177,6 +188,74 @@ def attend(
     return out.reshape(q.shape)
 
 
+def attend_over_contexts(
+    q: Float[Array, "T Hq D"],
+    k: Float[Array, "T Hkv D"] | None,
+    v: Float[Array, "T Hkv D"] | None,
+    cache: PagedKV,
+    step: GQAStep,
+    sm_scale: float,
+    sinks: Float32[Array, "Hq"] | None,
+    settings: AttentionSettings,
+) -> Float[Array, "T own D"]:
+    """Attend if each of n devices along the mesh axis `context` has a part of the cached tokens.
+
+    Each device attends to its cached tokens with all heads. Then results are exchanged and merged, so that each device
+    has the results of 1 / n of the heads for all cached tokens.
+
+    Args:
+      q: normalised and rotated queries.
+      k, v: keys and values of the step's tokens, as they are cached. None if the step has only decode rows.
+      cache, step, sm_scale, sinks, settings: as in `attend`.
+
+    Returns:
+      Results of this device's share of the heads [T, Hq / n, D].
+    """
+    metadata, num_decode = step.metadata, step.metadata.num_decode
+    options = {"sm_scale": sm_scale, "implementation": settings.implementation}
+    outputs = []
+    if num_decode:
+        out, lse = paged_decode(
+            q[:num_decode, None],
+            cache,
+            step.tables.decode_block_tables,
+            step.decode_kv_lens,
+            plan=step.plan,
+            return_lse=True,
+            **options,
+        )
+        out, _ = parallel.merge_over_contexts(out, lse, axis=CONTEXT, sinks=sinks)
+        outputs.append(out[:, 0])
+    if k is not None and v is not None and num_decode < metadata.num_tokens:
+        # This device attends to its cached tokens of the prefix with all heads (`found`). All devices have the new
+        # tokens of the chunk, so this device attends to them with its share of the heads (`own`).
+        q, k, v = (x[num_decode:] for x in (q, k, v))
+        cu_q_lens = metadata.cu_q_lens
+        prefix = jnp.maximum(metadata.prefill_kv_lens - jnp.diff(cu_q_lens), 0)
+        found = paged_prefill(
+            q,
+            cache,
+            step.tables.prefill_block_tables,
+            cu_q_lens,
+            split_contexts.own_lens(prefix, cache.page_size),
+            causal=False,
+            return_lse=True,
+            **options,
+        )
+        k, v = (split_contexts.own_kv_heads(x, q.shape[1]) for x in (k, v))
+        own: Any = ragged_attention(
+            split_contexts.own_heads(q, q.shape[1] // lax.axis_size(CONTEXT)),
+            k,
+            v,
+            cu_q_lens,
+            cu_q_lens,
+            return_lse=True,
+            **options,
+        )
+        outputs.append(parallel.merge_over_contexts(*found, axis=CONTEXT, own=own, sinks=sinks)[0])
+    return jnp.concatenate(outputs)
+
+
 class GQA(nnx.Module):
     """Grouped-query attention of one layer. One projection computes q, k and v.
 
@@ -228,7 +307,8 @@ class GQA(nnx.Module):
             q, k = self._rotated(q, self.q_norm, *rope), self._rotated(k, self.k_norm, *rope)
             slots = split_contexts.own_slots(slots, cache.page_size)
             cache = write_kv(cache, k, v, slots, implementation=self.settings.implementation)
-            out = self._attend_over_contexts(q, k, v, cache, step)
+            sinks = None if self.sinks is None else self.sinks[...]
+            out = attend_over_contexts(q, k, v, cache, step, self.config.sm_scale, sinks, self.settings)
         else:
             cache, q = write_kv(
                 cache, k, v, slots, rope=self._rope(*rope), q=q, implementation=self.settings.implementation
@@ -262,64 +342,3 @@ class GQA(nnx.Module):
         if norm is not None:
             x = norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
         return rotate(x, cos, sin)
-
-    def _attend_over_contexts(
-        self,
-        q: Float[Array, "T Hq D"],
-        k: Float[Array, "T Hkv D"],
-        v: Float[Array, "T Hkv D"],
-        cache: PagedKV,
-        step: GQAStep,
-    ) -> Float[Array, "T own D"]:
-        """Attend if `contexts` is above 1, so that each device has a part of the cached tokens.
-
-        Each device attends to its cached tokens with all heads. Then results are exchanged and merged, so that each
-        device has the results of 1 / contexts of the heads for all cached tokens.
-
-        Returns:
-          Results of this device's share of the heads [T, Hq / contexts, D].
-        """
-        metadata, num_decode = step.metadata, step.metadata.num_decode
-        sinks = None if self.sinks is None else self.sinks[...]
-        options = {"sm_scale": self.config.sm_scale, "implementation": self.settings.implementation}
-        outputs = []
-        if num_decode:
-            out, lse = paged_decode(
-                q[:num_decode, None],
-                cache,
-                step.tables.decode_block_tables,
-                step.decode_kv_lens,
-                plan=step.plan,
-                return_lse=True,
-                **options,
-            )
-            out, _ = parallel.merge_over_contexts(out, lse, axis=CONTEXT, sinks=sinks)
-            outputs.append(out[:, 0])
-        if num_decode < metadata.num_tokens:
-            # This device attends to its cached tokens of the prefix with all heads (`found`). All devices have the new
-            # tokens of the chunk, so this device attends to them with its share of the heads (`own`).
-            q, k, v = (x[num_decode:] for x in (q, k, v))
-            cu_q_lens = metadata.cu_q_lens
-            prefix = jnp.maximum(metadata.prefill_kv_lens - jnp.diff(cu_q_lens), 0)
-            found = paged_prefill(
-                q,
-                cache,
-                step.tables.prefill_block_tables,
-                cu_q_lens,
-                split_contexts.own_lens(prefix, cache.page_size),
-                causal=False,
-                return_lse=True,
-                **options,
-            )
-            k, v = (split_contexts.own_kv_heads(x, q.shape[1]) for x in (k, v))
-            own: Any = ragged_attention(
-                split_contexts.own_heads(q, q.shape[1] // self.contexts),
-                k,
-                v,
-                cu_q_lens,
-                cu_q_lens,
-                return_lse=True,
-                **options,
-            )
-            outputs.append(parallel.merge_over_contexts(*found, axis=CONTEXT, own=own, sinks=sinks)[0])
-        return jnp.concatenate(outputs)

@@ -9,7 +9,8 @@ same as on one device. The axes:
 - `expert` splits whole experts, and all other weights like `tensor`. The devices along this axis have the same tokens.
   Each device applies its experts to the tokens that selected them, and the sum after the layer adds up the results.
 - `context` splits the cached tokens of every page (see `contexts`). Devices along this axis compute queries and cache
-  entries of the same heads. Output projections, hidden columns and the vocabulary are split.
+  entries of the same heads. Output projections, hidden columns and the vocabulary are split. In layers of Gemma 4 with
+  a window, it splits the cached heads instead of the tokens.
 - `data` splits the requests. Each index along `data` is a data rank with its own requests and pages. All weights are
   copied to every rank, except experts, which are split over the ranks. Each rank gathers the tokens of all ranks for
   its experts; with many ranks, tokens are sent only to the ranks of their experts (`pallas_attn.models.moe.exchange`).
@@ -44,7 +45,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import CacheSpec, HeadWindow, parallel
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, HeadWindows, LayerWindow, ModelConfig
+from pallas_attn.models.config import (
+    DeepSeekConfig,
+    Gemma4Config,
+    HeadsConfig,
+    HeadWindows,
+    LayerWindow,
+    ModelConfig,
+)
 from pallas_attn.models.decoder.caches import allocate_heads, allocate_latents
 
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
@@ -231,7 +239,8 @@ def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Confi
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
     heads = split_heads(config, num_devices(mesh, HEADS))
     if mesh.shape[CONTEXT] > 1:
-        _check_contexts(config, heads, mesh.shape[CONTEXT])
+        for kv_heads in _numbers_of_kv_heads(config):
+            _check_contexts(config, split_heads(config, heads.devices, kv_heads), mesh.shape[CONTEXT])
     is_dense = [*map(config.is_dense, (*range(config.num_hidden_layers), *config.mtp_layers))]
     if all(is_dense) and mesh.shape[EXPERT] > 1:
         raise ValueError(f"mesh: {EXPERT}: expected 1, a {config.model_type} without experts has none to split")
@@ -271,6 +280,27 @@ def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Confi
     return dataclasses.replace(config, vocab_size=vocab_size, num_attention_heads=heads.q_heads, **changes)
 
 
+def _numbers_of_kv_heads(config: ModelConfig) -> set[int | None]:
+    """Return the different numbers of KV heads of layers, as arguments of `split_heads`."""
+    if not isinstance(config, Gemma4Config):
+        return {None}
+    return {config.kv_heads(layer).num_heads for layer in config.cached_layers}
+
+
+def splits_heads(config: ModelConfig, layer: int, contexts: int) -> bool:
+    """Return whether the mesh axis `context`, which has `contexts` devices, splits the cached heads of a layer, as it
+    does in local layers of Gemma 4. In other layers it splits the tokens of each page."""
+    return contexts > 1 and isinstance(config, Gemma4Config) and not config.is_global(layer)
+
+
+def cached_part[Config: ModelConfig](part: Config, contexts: int) -> Config:
+    """Return the configuration of one device's part with the numbers of KV heads that the device caches."""
+    if contexts == 1 or not isinstance(part, Gemma4Config):
+        return part
+    split = parallel.head_split(part.num_attention_heads, part.num_key_value_heads, contexts)
+    return dataclasses.replace(part, num_key_value_heads=split.kv_heads)
+
+
 def split_heads(config: ModelConfig, devices: int, kv_heads: int | None = None) -> parallel.HeadSplit:
     """Return the split of query and KV heads over devices.
 
@@ -305,6 +335,8 @@ def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: in
         raise NotImplementedError(
             f"mesh: {CONTEXT}: expected 1, a {config.model_type} selects among keys of all devices"
         )
+    if isinstance(config, Gemma4Config):
+        return
     if not isinstance(config, DeepSeekConfig) and any(window is not None for window in config.windows or ()):
         raise NotImplementedError(
             f"mesh: {CONTEXT}: expected 1, windows hide different numbers of tokens on each device"
@@ -409,26 +441,40 @@ def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
     return number
 
 
-def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
-    """Return the `PartitionSpec` of the caches of all layers. `config` and `specs` describe one device's part."""
+def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec], contexts: int) -> tuple[Any, ...]:
+    """Return the `PartitionSpec` of the caches of all layers.
+
+    Args:
+      config, specs: one device's part of the model, and the shapes of its caches.
+      contexts: size of the mesh axis `context`.
+    """
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
         return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(allocate_heads, spec)) for spec in specs]
-    return tuple(kv and parallel.kv_partition(kv, pages=(DATA, CONTEXT), heads=HEADS) for kv in caches)
+    axes = [
+        (DATA, COLUMNS) if splits_heads(config, layer, contexts) else ((DATA, CONTEXT), HEADS)
+        for layer in range(len(specs))
+    ]
+    of_layers = zip(caches, axes, strict=True)
+    return tuple(kv and parallel.kv_partition(kv, pages=pages, heads=heads) for kv, (pages, heads) in of_layers)
 
 
-def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
-    """Return a function for use inside `jax.shard_map` that selects from an array [Hkv, ...] the KV heads of the device
-    that runs it.
+def own_kv_heads(config: HeadsConfig, devices: int) -> Callable[[int, Array], Array]:
+    """Return a function (layer, x) for use inside `jax.shard_map` that selects from an array [Hkv, ...] of a layer the
+    KV heads of the device that runs it.
 
     Args:
       config: configuration of the whole model.
       devices: number of devices that heads are split over.
     """
-    split = split_heads(config, devices)
-    heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
-    return lambda x: x[jnp.asarray(heads)[lax.axis_index(HEADS)]]
+
+    def own(layer: int, x: Array) -> Array:
+        split = split_heads(config, devices, config.kv_heads(layer).num_heads)
+        heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
+        return x[jnp.asarray(heads)[lax.axis_index(HEADS)]]
+
+    return own
 
 
 def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:

@@ -44,12 +44,14 @@ from pallas_attn.models.decoder.mesh import (
     CONTEXT,
     HEADS,
     ExpertSplit,
+    cached_part,
     device_part,
     embed,
     normal_mesh,
     num_contexts,
     num_devices,
     own_kv_heads,
+    splits_heads,
 )
 from pallas_attn.models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
 from pallas_attn.models.decoder.rope import CosSin, rope_table
@@ -195,11 +197,10 @@ class Decoder(nnx.Module):
           ValueError: inconsistent shapes, or a model on a mesh is called outside `jax.shard_map`.
         """
         # Layers without a cache write nothing, so only tokens with logits need them.
-        num_rows = metadata.logit_rows.shape[0]
-        skips = self.has_readers and num_rows < metadata.num_tokens and metadata.decode_draft_mask is None
-        all_tokens = len(self.part.cached_layers) if skips else len(self.layers)
-        x, caches = self._apply_layers(tokens, caches, metadata, all_tokens)
-        return self.finish(x, jnp.arange(num_rows, dtype=jnp.int32) if skips else metadata.logit_rows), caches
+        rows = metadata.logit_rows
+        skips = self.has_readers and rows.shape[0] < metadata.num_tokens and metadata.decode_draft_mask is None
+        x, caches = self._apply_layers(tokens, caches, metadata, rows if skips else None)
+        return self.finish(x, jnp.arange(rows.shape[0], dtype=jnp.int32) if skips else rows), caches
 
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
@@ -208,35 +209,42 @@ class Decoder(nnx.Module):
 
         The logits are computed from these hidden states. Multi-token prediction (`mtp`) uses them as its input.
         """
-        x, caches = self._apply_layers(tokens, caches, metadata, len(self.layers))
+        x, caches = self._apply_layers(tokens, caches, metadata)
         hidden = self.norm(x)
         return self.logits(hidden[metadata.logit_rows]), caches, hidden
 
     def _apply_layers(
-        self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata, all_tokens: int
+        self,
+        tokens: Int32[Array, "T"],
+        caches: Caches,
+        metadata: StepMetadata,
+        rows: Int32[Array, "n"] | None = None,
     ) -> tuple[Float[Array, "T D"] | Float[Array, "n D"], Caches]:
         """Embed the tokens and apply all layers.
 
         Args:
           tokens, caches, metadata: as in `__call__`.
-          all_tokens: number of first layers that are applied to all tokens. The other layers have no cache, and are
-            applied to the tokens `metadata.logit_rows`.
+          rows: indices of the tokens that layers without a cache are applied to; None for all tokens.
 
         Returns:
-          Hidden states before the final norm, of all tokens, or of the tokens `metadata.logit_rows` if some layers are
-          applied to these tokens only; and the caches.
+          Hidden states before the final norm, of all tokens, or of the tokens `rows`; and the caches.
         """
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one per layer, {len(self.layers)}, got {len(caches)}")
         x, inputs, groups = self.begin(tokens, caches[0], metadata)
+        if self.has_readers and self.contexts > 1 and rows is None:
+            # A device has the cached keys of a part of a chunk, and these layers do not compute the keys of the chunk.
+            # Its tokens therefore become decode rows.
+            rows = jnp.arange(metadata.num_tokens, dtype=jnp.int32)
         layers, numbers = [*self.layers], self.layer_groups
+        all_tokens = len(layers) if rows is None else len(self.part.cached_layers)
         steps = [groups[numbers[index]] for index in range(all_tokens)]
         x, written, _ = apply_layers(layers[:all_tokens], x, inputs, caches[:all_tokens], steps)
-        if all_tokens == len(layers):
+        if rows is None:
             return x, written
-        inputs, groups = self.inputs_of_logit_rows(inputs, metadata, caches[0])
+        inputs, groups = self.inputs_of_rows(inputs, metadata, caches[0], rows)
         steps = [groups[numbers[index]] for index in range(all_tokens, len(layers))]
-        rest = layers[all_tokens:], x[metadata.logit_rows], inputs.of_layers(slice(all_tokens, None))
+        rest = layers[all_tokens:], x[rows], inputs.of_layers(slice(all_tokens, None))
         x, unwritten, _ = apply_layers(*rest, caches[all_tokens:], steps, earlier=dict(enumerate(written)))
         return x, written + unwritten
 
@@ -245,19 +253,19 @@ class Decoder(nnx.Module):
         """Whether the last layers have no cache, and use the caches of earlier layers."""
         return len(self.part.cached_layers) < len(self.layers)
 
-    def inputs_of_logit_rows(
-        self, inputs: GemmaInputs, metadata: StepMetadata, cache: LayerCache
+    def inputs_of_rows(
+        self, inputs: GemmaInputs, metadata: StepMetadata, cache: LayerCache, rows: Int32[Array, "n"]
     ) -> tuple[GemmaInputs, Sequence[GroupStep]]:
-        """Return the inputs of layers without a cache that are applied only to the tokens `metadata.logit_rows`.
+        """Return the inputs of layers without a cache that are applied only to some tokens.
 
         Args:
           inputs: inputs of all tokens, from `begin`.
           metadata, cache: as in `begin`.
+          rows: indices of the tokens.
 
         Returns:
           The inputs of these tokens; and for each cache group the cache slots, metadata and decode plans.
         """
-        rows = metadata.logit_rows
         groups = self._group_steps(metadata.of_tokens(rows), cache)
         return jax.tree.map(lambda of_tokens: of_tokens[rows], inputs), groups
 
@@ -356,12 +364,14 @@ class Decoder(nnx.Module):
                 f"cache_dtype: quantised keys and values are not supported over {CONTEXT}, because chunks would attend"
                 " to their unquantised keys and values"
             )
-        page_size //= self.contexts
+        if not splits_heads(self.config, layer, self.contexts):
+            page_size //= self.contexts
         spec = cache_spec(self.config, num_pages, page_size, dtype, scales, layer=layer)
         if self.mesh is None:
             return spec
         scales = scales and scales.of_part(self.part)
-        return cache_spec(self.part, num_pages, page_size, dtype, scales, layer=layer)
+        part = cached_part(self.part, self.contexts)
+        return cache_spec(part, num_pages, page_size, dtype, scales, layer=layer)
 
     def cache_specs(
         self,
@@ -387,7 +397,7 @@ class Decoder(nnx.Module):
         On a mesh, call this method inside `jax.shard_map`, where it returns the caches of one device.
         """
         specs = self.cache_specs(num_pages, page_size, dtype, scales)
-        if scales is None or self.mesh is None:
+        if scales is None or self.mesh is None or isinstance(self.config, DeepSeekConfig):
             return allocate_caches(self.config, specs, scales)
         return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, num_devices(self.mesh, HEADS)))
 

@@ -135,7 +135,7 @@ class Runner:
         self._state_specs: tuple[Any, Any, Any] = (None, None, None)
         if model.mesh is not None:
             rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
-            self._state_specs = cache_partition(model.part, self._specs), rows, PartitionSpec(DATA)
+            self._state_specs = cache_partition(model.part, self._specs, model.contexts), rows, PartitionSpec(DATA)
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
 
     def _prepare_programs(self, model: Decoder) -> None:

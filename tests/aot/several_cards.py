@@ -108,7 +108,7 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
     )
     sizes = dataclasses.replace(sizes, groups=groups)
     pages = sizes.layer_pages(config.num_hidden_layers)
-    caches = cache_partition(model.part, [model.cache_spec(n, sizes.page_size) for n in pages])
+    caches = cache_partition(model.part, [model.cache_spec(n, sizes.page_size) for n in pages], model.contexts)
 
     def shape(own: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         axes = [

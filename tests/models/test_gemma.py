@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ import pytest
 from flax import nnx
 
 from pallas_attn import PagedKV
-from pallas_attn.models.checkpoints import files, load_model, random_model, weights
+from pallas_attn.models.checkpoints import files, load_kv_scales, load_model, random_model, save_kv_scales, weights
+from pallas_attn.models.checkpoints.calibration import calibrate
 from pallas_attn.models.cli.decode import command
 from pallas_attn.models.config import GEMMA_PRESETS, Gemma4Config
 from pallas_attn.models.decoder import (
     AttentionSettings,
     Decoder,
+    KVScales,
     explain_attention,
     gemma,
     make_mesh,
@@ -443,6 +446,77 @@ def test_tokens_over_quantised_cache_equal_plain_run(name: str, dtype: str):
     assert verification.passed, verification
 
 
+def scales_of_golden(name: str, qmax: float, layout: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the scales of keys and values of each layer with a cache, from the caches of transformers."""
+    config, expected = config_of(name), golden(name)
+    axes, found = (1,) if layout == "channel" else (1, 2), list[tuple[np.ndarray, np.ndarray]]()
+    for layer in config.cached_layers:
+        kind = "global" if config.is_global(layer) else "local"
+        place = [config.is_global(i) for i in range(layer)].count(config.is_global(layer))
+        scales = [
+            np.max([np.abs(of_prompt[place]).max(axis=axes) for of_prompt in expected[f"{kind}_{what}"]], axis=0) / qmax
+            for what in ("keys", "values")
+        ]
+        found.append((scales[0], scales[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout"),
+    [
+        ("gemma4", "int8", "channel"),
+        *(pytest.param(name, "float8_e4m3fn", "head", marks=pytest.mark.slow) for name in NAMES),
+        pytest.param("gemma4-k-eq-v", "int8", "channel", marks=pytest.mark.slow),
+    ],
+)
+def test_static_scales(name: str, dtype: str, layout: Any, tmp_path: Path):
+    """Calibrated scales equal the scales of the caches of transformers, and tokens over a cache with these scales equal
+    one forward pass per request. Local and global layers have scales of different shapes."""
+    prompts = golden(name).prompts
+    scales = calibrate(loaded(name), prompts, dtype, layout)
+    wanted = scales_of_golden(name, 127 if dtype == "int8" else 448, layout)
+    assert len(scales.k) == len(scales.v) == len(config_of(name).cached_layers)
+    for k, v, of_layer in zip(scales.k, scales.v, wanted, strict=True):
+        np.testing.assert_allclose(k, of_layer[0], rtol=1e-4)
+        np.testing.assert_allclose(v, of_layer[1], rtol=1e-4)
+    save_kv_scales(tmp_path / "scales.safetensors", scales)
+    read = load_kv_scales(tmp_path / "scales.safetensors")
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], cache_dtype=dtype, kv_scales=read)
+    _, outputs = run(loaded(name), sizes, prompts)
+    pairs = zip([*prompts, *prompts], outputs, strict=True)
+    decoded = [Decoded(prompt, output.output_ids, GREEDY) for prompt, output in pairs]
+    verification = verify(loaded(name), decoded, max_len=104, cache_dtype=dtype, kv_scales=scales)
+    assert verification.passed, verification
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["head", "channel"])
+def test_static_scales_on_a_mesh(layout: Any):
+    """Two devices have the scales of their KV heads. Their tokens equal the tokens of one device."""
+    name, mesh = "gemma4-k-eq-v", make_mesh({"tensor": 2})
+    prompts = golden(name).prompts
+    scales = calibrate(loaded(name), prompts, "int8", layout)
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], cache_dtype="int8", kv_scales=scales, num_pages=64)
+    _, wanted = run(loaded(name), sizes, prompts)
+    _, outputs = run(load_model(GOLDENS / name, mesh=mesh), dataclasses.replace(sizes, mesh=mesh), prompts)
+    assert [output.output_ids for output in outputs] == [output.output_ids for output in wanted]
+
+
+def test_scales_of_wrong_shapes_raise():
+    decoder = random_model(dataclasses.replace(TINY, vocab_size=64))
+    right = [np.ones(shape, np.float32) for shape in ((2, 32), (2, 32), (2, 64), (2, 32))]
+    scales = KVScales(tuple(right), tuple(right))
+    arrays = [spec.arrays for spec in decoder.cache_specs(5, 8, "int8", scales)]
+    assert [of_layer["k_scale"].shape for of_layer in arrays[:4]] == [scale.shape for scale in right]
+    assert arrays[4:] == [{}, {}]
+    wrong = KVScales(tuple(right[::-1]), tuple(right[::-1]))
+    message = "kv_scales: expected shape [[2, 32], [2, 32], [2, 64], [2, 32]] of this model, got [[2, 32], [2, 64]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decoder.cache_spec(5, 8, "int8", wrong)
+    with pytest.raises(ValueError, match="expected k and v of one shape"):
+        KVScales((right[0], right[0][0]), (right[0], right[0][0]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
@@ -452,6 +526,9 @@ def test_tokens_over_quantised_cache_equal_plain_run(name: str, dtype: str):
         ("gemma4-moe", {"expert": 2}),
         ("gemma4-moe", {"data": 2, "tensor": 2}),
         ("gemma4-moe", {"data": 3}),  # 8 experts are split over three devices
+        *((name, {"context": 2}) for name in NAMES),
+        ("gemma4", {"context": 4}),
+        ("gemma4-k-eq-v", {"context": 2, "tensor": 2}),
     ],
 )
 def test_tokens_on_a_mesh_equal_transformers(name: str, axes: dict[str, int]):
@@ -485,9 +562,46 @@ def test_pages_are_exchanged_between_a_mesh_and_one_device():
     assert sum(output.cached_tokens for output in again) > 0
 
 
-def test_contexts_are_not_split():
-    with pytest.raises(NotImplementedError, match="mesh: context: expected 1, windows hide"):
-        load_model(GOLDENS / "gemma4", mesh=make_mesh({"context": 2}))
+@pytest.mark.slow
+def test_pages_are_exchanged_between_split_contexts_and_one_device():
+    """Pages of global layers are split by tokens, pages of local layers by heads."""
+    name, mesh = "gemma4", make_mesh({"context": 2})
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=64)
+    one, _ = run(loaded(name), sizes, golden(name).prompts)
+    pages = CachedPages.from_bytes(one.export_prefix_cache().to_bytes())
+    buckets = {"decode_buckets": (3,), "prefill_buckets": (16,), "max_model_len": 104}
+    engine = Engine(load_model(GOLDENS / name, mesh=mesh), dataclasses.replace(sizes, mesh=mesh, **buckets))
+    engine.import_pages(pages)
+    again = engine.generate(golden(name).prompts, GREEDY)
+    expect_golden(name, [*again, *again])
+    assert sum(output.cached_tokens for output in again) > 0
+    exported = engine.export_prefix_cache()
+    for group, other in zip(pages.groups, exported.groups, strict=True):
+        assert {key: array.shape[1:] for key, array in group.items()} == {k: a.shape[1:] for k, a in other.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_prompt_log_probabilities_over_split_contexts(drafts: bool):
+    """Layers without a cache are applied to all prompt tokens, although no device has all keys of the prompt."""
+    expected, mesh = golden("gemma4"), make_mesh({"context": 2})
+    speculate = Speculation(NGramProposer(shortest=1), 3, adaptive=False) if drafts else None
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40, mesh=mesh, max_model_len=104)
+    buckets = {"decode_buckets": (3,), "prefill_buckets": (16,)}
+    engine = Engine(
+        load_model(GOLDENS / "gemma4", mesh=mesh), dataclasses.replace(sizes, speculate=speculate, **buckets)
+    )
+    outputs = engine.generate(expected.prompts, dataclasses.replace(GREEDY, prompt_logprobs=1))
+    expect_golden("gemma4", [*outputs, *outputs])
+    for prompt, output, logits in zip(expected.prompts, outputs, expected["logits"], strict=True):
+        found = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+        wanted = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.asarray(prompt[1:])]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_contexts_divide_the_heads():
+    with pytest.raises(ValueError, match="mesh: context: devices: expected a divisor of 4 query heads, got 3"):
+        load_model(GOLDENS / "gemma4", mesh=make_mesh({"context": 3}))
 
 
 @pytest.fixture
@@ -537,8 +651,7 @@ def test_prompt_log_probabilities_need_all_layers(
     np.testing.assert_array_equal(output.output_ids, plain.output_ids)
     assert {*rows_of_layers} <= {16, 19}
     logits = jax.nn.log_softmax(expected["logits"][-1])
-    assert output.prompt_logprobs is not None
-    found = [entry.logprob for entry in output.prompt_logprobs[1:]]
+    found = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
     np.testing.assert_allclose(found, logits[np.arange(len(prompt) - 1), np.asarray(prompt[1:])], atol=1e-4)
 
 

@@ -92,7 +92,7 @@ def scales_of_golden(name: str, qmax: int) -> KVScales:
             np.max([np.abs(arrays[f"{kind}_{i}"]).max(axis=2) for i in range(4)], axis=0) / qmax
             for kind in ("keys", "values")
         ]
-    return KVScales(*largest)
+    return KVScales(*map(tuple, largest))
 
 
 @pytest.mark.slow  # slow, because test_speculation.py tests a quantised cache, with rejected drafts
@@ -131,7 +131,7 @@ def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
 @pytest.mark.slow
 def test_static_scales_per_layer_are_used(tmp_path: Path):
     scales = scales_of_golden("qwen3", 127)
-    save_file({"k_scale": scales.k, "v_scale": scales.v}, tmp_path / "scales.safetensors")
+    save_file({"k_scale": np.stack(scales.k), "v_scale": np.stack(scales.v)}, tmp_path / "scales.safetensors")
     read = load_kv_scales(tmp_path / "scales.safetensors")
     logits, caches, pages = stored_logits(read)
     with np.load(GOLDENS / "qwen3" / "golden.npz") as arrays:
@@ -143,7 +143,7 @@ def test_static_scales_per_layer_are_used(tmp_path: Path):
         assert isinstance(cache, PagedKV)
         np.testing.assert_array_equal(np.asarray(cache.k_scale), scales.k[layer])
     assert np.corrcoef(logits.ravel(), wanted.ravel())[0, 1] > 0.99
-    wrong, _, _ = stored_logits(KVScales(scales.k[::-1].copy(), scales.v[::-1].copy()))
+    wrong, _, _ = stored_logits(KVScales(scales.k[::-1], scales.v[::-1]))
     assert np.abs(wrong - wanted).mean() > 2 * np.abs(logits - wanted).mean()
 
 
@@ -151,13 +151,13 @@ def test_scales_of_wrong_shape_raise(tmp_path: Path):
     model = random_model(TINY)
     ones = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match=r"kv_scales: expected shape \[2, 2\] of this model, got \[3, 2\]"):
-        model.cache_spec(4, 8, "int8", KVScales(np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)))
+        model.cache_spec(4, 8, "int8", KVScales((ones[0],) * 3, (ones[0],) * 3))
     with pytest.raises(ValueError, match="not quantised"):
-        model.cache_spec(4, 8, "bfloat16", KVScales(ones, ones))
+        model.cache_spec(4, 8, "bfloat16", KVScales(tuple(ones), tuple(ones)))
     with pytest.raises(ValueError, match="expected k and v of one shape"):
-        KVScales(ones, ones[:1])
+        KVScales(tuple(ones), tuple(ones[:1]))
     with pytest.raises(ValueError, match="expected positive finite numbers, v has others"):
-        KVScales(ones, 0 * ones)
+        KVScales(tuple(ones), tuple(0 * ones))
     path = tmp_path / "scales.safetensors"
     with pytest.raises(ValueError, match="not a safetensors file"):
         load_kv_scales(path)

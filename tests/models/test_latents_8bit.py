@@ -99,4 +99,4 @@ def test_latents_too_narrow_for_scales_raise() -> None:
             narrow.cache_spec(4, 8, dtype)
     ones = np.ones((2, 1), np.float32)
     with pytest.raises(ValueError, match="kv_scales: expected None, scales of quantised latents are computed"):
-        narrow.cache_spec(4, 8, "float8_e4m3fn", KVScales(ones, ones))
+        narrow.cache_spec(4, 8, "float8_e4m3fn", KVScales(tuple(ones), tuple(ones)))

@@ -254,7 +254,7 @@ def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
     """
     if "kv_scales" in cache:
         rng, channels = np.random.default_rng(0), (WINDOWED.head_dim,) if cache["kv_scales"] == "channel" else ()
-        scales = (0.02 + 0.02 * rng.random((2, 2, *channels), np.float32) for _ in range(2))
+        scales = (tuple(0.02 + 0.02 * rng.random((2, 2, *channels), np.float32)) for _ in range(2))
         cache = cache | {"kv_scales": KVScales(*scales)}
     engine = make(
         WINDOWED, EngineConfig(num_pages=30, page_size=2, max_batched_tokens=16, max_num_seqs=4, **cache), devices

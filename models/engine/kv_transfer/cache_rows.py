@@ -144,6 +144,6 @@ class CacheRows:
             **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
             "arrays": arrays,
             "index_topk": self._index_topk,
-            "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
+            "kv_scales": None if scales is None else digest_of([*scales.k, *scales.v]),
             "weights": weight_digest(model),
         }

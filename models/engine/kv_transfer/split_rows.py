@@ -5,7 +5,8 @@ the layer have different windows (a head-wise group). A data rank is a group of 
 
  mesh axis          page row on a device                          page row on the host
  tensor             the KV heads that the device has              all KV heads, each once
- context            the tokens of the page that the device has    all tokens of the page
+ context            the tokens of the page that the device has,   all tokens of the page, all KV heads
+                    or the KV heads (local layers of Gemma 4)
  data               a page of the device's data rank              a page of one data rank
 
 Two engines with different meshes can therefore exchange pages. Head-wise groups are an exception: a page row on a
@@ -27,7 +28,7 @@ from jaxtyping import Int32
 from pallas_attn import parallel
 from pallas_attn.models.config import DeepSeekConfig, ModelConfig
 from pallas_attn.models.decoder import Caches, over_mesh, specs_of
-from pallas_attn.models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
+from pallas_attn.models.decoder.mesh import AXES, COLUMNS, CONTEXT, DATA, HEADS, num_devices, splits_heads
 from pallas_attn.models.engine.kv_transfer.cached_pages import (
     ROWS_PER_COPY,
     gather_rows,
@@ -51,15 +52,18 @@ class SplitRows:
           layer: index of a layer of the cache group.
         """
         self._mesh, self._ranks, self._contexts = mesh, mesh.shape[DATA], mesh.shape[CONTEXT]
+        self._splits_heads = splits_heads(config, layer, self._contexts)
+        self._contexts = 1 if self._splits_heads else self._contexts
+        self._devices = num_devices(mesh, COLUMNS if self._splits_heads else HEADS)
         self._heads = None  # for latents, which have no head axis: devices along `HEADS` have equal copies
         if not isinstance(config, DeepSeekConfig):
-            devices, kv_heads = num_devices(mesh, HEADS), config.kv_heads(layer).num_heads
+            devices, kv_heads = self._devices, config.kv_heads(layer).num_heads
             self._heads = parallel.head_split(config.num_attention_heads, kv_heads, devices)
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @property
     def _owners(self) -> range:
-        """Indices along `HEADS` of devices that together have every KV head once."""
+        """Indices, among the devices that heads are split over, of devices that together have every KV head once."""
         return range(1) if self._heads is None else range(0, self._heads.devices, self._heads.copies)
 
     def shape(self, of_device: Sequence[int], head_wise: bool) -> tuple[int, ...]:
@@ -128,7 +132,10 @@ class SplitRows:
         return 0 if head_wise or self._heads is None else 1
 
     def _number(self, rank: int, head: int, context: int) -> int:
-        """Index of a device in the mesh, given its data rank and its indices along `HEADS` and `CONTEXT`."""
+        """Index of a device in the mesh, given its data rank and its indices along `HEADS` and `CONTEXT`. If heads are
+        split over `CONTEXT` too, `head` is the index along both, and `context` is 0."""
+        if self._splits_heads:
+            head, context = divmod(head, self._mesh.shape[CONTEXT])
         experts = self._mesh.shape[HEADS[1]]
         return np.ravel_multi_index(
             (rank, head // experts, context, head % experts), [self._mesh.shape[axis] for axis in AXES]
@@ -152,7 +159,7 @@ class SplitRows:
 
         Devices of other data ranks receive zeros, which they do not write.
         """
-        owners, devices = len(self._owners), num_devices(self._mesh, HEADS)
+        owners, devices = len(self._owners), self._devices
         heads = np.split(rows, owners, axis=1) if owners > 1 else [rows]
         if head_wise and owners > 1:
             heads = [head[:, 0] for head in heads]

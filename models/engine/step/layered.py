@@ -129,7 +129,7 @@ class LayeredStep:
         finish, _ = program(functools.partial(self._finish, bucket), (), weights, x, last_tokens, packed)
 
         def finished() -> StepPrograms:
-            programs, narrowing = [future.result() for future in futures], narrow and narrow.result()
+            programs, narrowing = [future.result() for future in futures], None if narrow is None else narrow.result()
             step = StepPrograms(self.layer_ranges, self.layers, begin.result(), programs, finish.result(), narrowing)
             return self.compiled.setdefault(bucket, step)
 
@@ -154,7 +154,7 @@ class LayeredStep:
         x, inputs, groups = model.begin(tokens, cache, metadata)
         of_rows = None
         if bucket.skips_layers:
-            of_rows = self._of_ranges(*model.inputs_of_logit_rows(inputs, metadata, cache))
+            of_rows = self._of_ranges(*model.inputs_of_rows(inputs, metadata, cache, logit_rows))
         return x, self._of_ranges(inputs, groups), of_rows
 
     def _of_ranges(self, inputs: Any, groups: Sequence[Any]) -> RangeInputs:
