@@ -595,7 +595,7 @@ def test_prompt_log_probabilities_over_split_contexts(drafts: bool):
     expect_golden("gemma4", [*outputs, *outputs])
     for prompt, output, logits in zip(expected.prompts, outputs, expected["logits"], strict=True):
         found = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
-        wanted = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.asarray(prompt[1:])]
+        wanted = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.asarray(prompt[1:], np.int32)]
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 

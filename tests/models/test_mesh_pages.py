@@ -154,7 +154,7 @@ def test_other_weights_and_incoming_layers_are_rejected():
     split, _ = computed("latents", 2)
     pages = one.export_prefix_cache()
     other = dataclasses.replace(pages, made_for={**pages.made_for, "weights": "others"})
-    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got weights of others"):
+    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got weights of 'others'"):
         split.import_pages(other)
     with pytest.raises(NotImplementedError, match="mesh: pages can arrive layer by layer only on one device"):
         split.receive_pages(PROMPTS[4], split.cache_format)
