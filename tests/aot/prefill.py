@@ -165,7 +165,9 @@ def paged(
         )
         chosen = paged_config.mosaic_config(key)
     elements = chosen.tile_keys * head_dim
-    tile = Tile(2 * elements * cache_bytes, (1 + terms) * elements * QUERIES * chosen.consumers)
+    multiplied = chosen.column_parts * terms + 1  # products with all columns: scores of each consumer, and values
+    rows = QUERIES * chosen.consumers // chosen.column_parts
+    tile = Tile(2 * elements * cache_bytes, multiplied * elements * rows)
     arranged = terms * tokens * 8 * group * head_dim * 2 if cache else 0
     arranged += partial_outputs(splits, tokens, 8 * group, head_dim)
     return Case(call, arguments, cache="kv", temporaries=2**20 + arranged, tile=tile)
@@ -248,6 +250,8 @@ PREFILL: dict[str, DeferredCase] = {
     "paged-prefill-p64-all-features": paged(128, 64, **ALL_FEATURES),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128)},
     "paged-prefill-d256-all-features": paged(256, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
+    "paged-prefill-d512": paged(512, group=8, splits=2),
+    "paged-prefill-d512-all-features": paged(512, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-full": paged(causal=False, features=("head-tables", "sinks"), soft_cap=50.0),
@@ -306,6 +310,9 @@ PREFILL_MORE: dict[str, DeferredCase] = {
         for head_dim in (64, 128, 256)
     },
     "paged-prefill-full-few": paged(causal=False, **FEW),
+    "paged-prefill-d384-p128-f16": paged(384, 128, dtype=jnp.float16, splits=2),
+    "paged-prefill-d384-few-all-features": paged(384, 32, **(ALL_FEATURES | FEW)),
+    "paged-prefill-d512-p32-window": paged(512, 32, window=1024, splits=2),
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
         for key_dim, value_dim in ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -314,8 +321,8 @@ PREFILL_MORE: dict[str, DeferredCase] = {
 }
 """Cases with combinations of caches, head dimensions and options, and with the kernel sizes of `TUNING`."""
 
-UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
-"""Names of cases that are not supported on Blackwell, because they need too much shared memory.
+UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|d384|d512)")
+"""Names of cases that are not supported on Blackwell, because they need too much shared memory or have wide heads.
 
 With a head dimension of 256, the 128 query rows, two pipeline stages and the staging buffers leave no space for scales
 per token, or for the second half of queries that are stored as sums of two 16-bit values.

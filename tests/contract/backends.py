@@ -267,10 +267,12 @@ def as_users_get(backend: Backend) -> Backend:
 
 
 def for_width(backend: Backend, head_dim: int) -> Backend:
-    """Return the backend without `DecodeConfig` for wide heads: two stages of them do not fit shared memory."""
+    """Return the backend without settings of Mosaic kernels for wide heads: two stages of them do not fit shared
+    memory."""
     if head_dim <= 256:
         return backend
-    kept = (config for config in backend.configs if not isinstance(config, decode_config.DecodeConfig))
+    settings = decode_config.DecodeConfig | flash_config.FlashConfig
+    kept = (config for config in backend.configs if not isinstance(config, settings))
     return dataclasses.replace(backend, configs=tuple(kept))
 
 

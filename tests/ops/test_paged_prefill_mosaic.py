@@ -16,6 +16,7 @@ import pytest
 
 from pallas_attn import FULL, paged_prefill
 from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.primitives import basics
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
@@ -25,6 +26,7 @@ from tests.kit.slow_cases import slow_cases
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
+SHARED_ROWS = Variant("mosaic", FlashConfig(tile_keys=64, stages=1, consumers=2, column_parts=2))
 TWO_CONSUMERS = Variant("mosaic", FlashConfig(tile_keys=128, stages=2, consumers=2))
 
 
@@ -75,6 +77,23 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = call(variant, case, inputs.prefill())
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
+
+
+@slow_cases("interpreted-512, windows and sinks", "interpreted-384, splits")
+@pytest.mark.parametrize("name", ["512, windows and sinks", "512, absent pages", "384, splits"])
+def test_consumers_share_query_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two consumers have the same query rows and half of the columns each, with one stage of keys and values.
+
+    A CTA processes several work tiles with more than one tile of keys.
+    """
+    cases = {
+        "512, windows and sinks": replace(BASE, head_dim=512, head_windows=((40, 3), (FULL, 0))),
+        "512, absent pages": replace(ABSENT, head_dim=512),
+        "384, splits": replace(BASE, head_dim=384, kv_lens=(0, 20, 250, 65), soft_cap=7.0),
+    }
+    multiprocessors = 40 if "splits" in name else 2
+    monkeypatch.setattr(basics, "multiprocessors", lambda: multiprocessors)
+    check(cases[name], SHARED_ROWS)
 
 
 # Groups of 2 and 7 are not in `make test`: tests/contract/test_paged_attention.py has a group of 7.

@@ -21,6 +21,9 @@ in the slots of a ring in shared memory (`mosaic.prefill.pipeline.Rings`): tile 
                                                   O += P V of the last tile                       # _last
                                                   store O / l and LSE, or O, m, l                 # store
 
+If `FlashStatic.column_parts` is 2, both consumers have the same 64 query rows. Each computes all scores, and half of
+the columns of O from half of the columns of V.
+
 After S of the last tile of a block, the consumer also arrives at q_empty. Each consumer keeps S [64, tile_keys], P [64,
 tile_keys] and O [64, Dv] in registers. It computes the exponentials after P V has finished, because the new P takes the
 registers of the old P. Consumers start their products one after the other, so that the softmax of one consumer overlaps
@@ -33,8 +36,8 @@ the products of the others (two consumers; S0 is the product with K[0], PV0 the 
 Barriers, for n consumers. All TMA copies of a tile together are one arrival:
 
     barrier                    arrivals per phase           waits
-    q_full[consumer]           copies of Q, 1 per part      consumer, before its first product of a block
-    q_empty[consumer]          the consumer, 1              producer, before it copies the next Q
+    q_full[row group]          copies of Q, 1 per part      its consumers, before their first product of a block
+    q_empty[row group]         each of its consumers, 1     producer, before it copies the next Q
     k_full[slot]               copies of K, 1               consumers, before S
     k_empty[slot]              each consumer, n             producer, before it fills the slot again
     v_full[slot]               copies of V, 1               consumers, before P V
@@ -51,9 +54,10 @@ Deadlock freedom. All warpgroups process the same work tiles and the same tiles 
 
 - The producer waits for empty slots. A consumer arrives at k_empty of K[i] and v_empty of V[i-1] after it has waited
   for both tiles. The producer loads K[i] and then V[i-1], and for these loads it waits only for slots of earlier tiles.
-  So consumers always get the tiles that they need to empty a slot. `stages` is at least 2.
+  So consumers always get the tiles that they need to empty a slot.
 - The producer waits for q_empty after it has loaded all tiles of the previous block, so the consumers can finish that
-  block without the producer.
+  block without the producer. It copies Q after the second tile of keys if `stages` is at least 2. With one stage, the
+  slot of the second tile becomes empty only after a product with Q, so it copies Q before that tile.
 - After a consumer's wait for schedule_barrier, it arrives at the schedule_barrier of the next consumer without any
   other wait. Every consumer does so once per tile. In addition, the last consumer arrives once before the first work
   tile (`begin_round`), and the first consumer waits once after the last work tile (`end_round`). So every arrival has
@@ -205,13 +209,30 @@ class Consumer:
     the work tile has a tile after it. `scores_of(s)` returns the `Scores` of a product s = q kᵀ.
 
     Attributes:
-      number: index of the warpgroup among the consumers.
+      turn: index of the warpgroup among the consumers.
     """
 
     static: FlashStatic
     rings: Rings
     schedule_barrier: Any
-    number: Any
+    turn: Any
+
+    @property
+    def number(self) -> Any:
+        """Index of the consumer's group of query rows. Consumers that share query rows are the only consumers."""
+        return self.turn if self.static.column_parts == 1 else jnp.int32(0)
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the output that the consumer has."""
+        return self.static.value_dim // self.static.column_parts
+
+    def _values(self, slot: Any) -> Ref:
+        """Return the consumer's columns of the values in a slot, [tile_keys, width]."""
+        if self.static.column_parts == 1:
+            return self.rings.v.at[slot]
+        first = pl.multiple_of((self.turn + basics.opaque_zero()) * self.width, self.width)
+        return self.rings.v.at[slot, :, pl.ds(first, self.width)]
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
         """Attend to `kv_tiles` tiles, at least one, from tile number `begin` of the CTA on.
@@ -243,7 +264,7 @@ class Consumer:
         m, factor = scores.update_max(register_tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
         p, l = scores.probabilities(m, factor)  # noqa: E741
         self._await_keys(kv_tile + 1, more)
-        o = register_tiles.filled(0.0, (QUERIES, self.static.value_dim), TILE)
+        o = register_tiles.filled(0.0, (QUERIES, self.width), TILE)
         return SoftmaxState(o, m, l, p.astype(rings.q.dtype))
 
     def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
@@ -253,7 +274,7 @@ class Consumer:
         """
         rings = self.rings
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
-        k, v = rings.k.at[slot], rings.v.at[previous]
+        k, v = rings.k.at[slot], self._values(previous)
         plgpu.barrier_wait(rings.v_full.at[previous])
         self._wait_for_turn()
         s, o = wgmma.start(self._query_parts(), k, state.p, v, state.o)  # [64, tile_keys], [64, Dv]
@@ -285,7 +306,7 @@ class Consumer:
         """Add the values of the last tile to the output."""
         slot = ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(self.rings.v_full.at[slot])
-        o = wgmma.accumulate(state.p, self.rings.v.at[slot], state.o)
+        o = wgmma.accumulate(state.p, self._values(slot), state.o)
         plgpu.barrier_arrive(self.rings.v_empty.at[slot])
         return o
 
@@ -305,8 +326,8 @@ class Consumer:
         pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_empty)))
 
     def _of_own(self, barriers: Any) -> Any:
-        """Return this consumer's barrier, of an array with one barrier per consumer. The index is opaque to the
-        compiler, which saves a register.
+        """Return the barrier of this consumer's query rows, of an array with one barrier per group of rows. The index
+        is opaque to the compiler, which saves a register.
         """
         return barriers.at[self.number + basics.opaque_zero()]
 
@@ -320,20 +341,20 @@ class Consumer:
         tile.
         """
         if self.static.consumers > 1:
-            pl.when(self.number == self.static.consumers - 1)(self._signal_next)
+            pl.when(self.turn == self.static.consumers - 1)(self._signal_next)
 
     def end_round(self) -> None:
         """Wait for the last arrival at the schedule_barrier of the first consumer. Call after the last work tile."""
         if self.static.consumers > 1:
-            pl.when(self.number == 0)(self._wait_for_turn)
+            pl.when(self.turn == 0)(self._wait_for_turn)
 
     def _wait_for_turn(self) -> None:
         if self.static.consumers > 1:
-            plgpu.barrier_wait(self.schedule_barrier.at[self.number])
+            plgpu.barrier_wait(self.schedule_barrier.at[self.turn])
 
     def _signal_next(self) -> None:
         if self.static.consumers > 1:
-            following = ring_slot(self.number + 1, self.static.consumers)
+            following = ring_slot(self.turn + 1, self.static.consumers)
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
     def store(self, result: Results, row: jax.Array, state: RowState, options: RowOptions) -> None:
@@ -345,17 +366,26 @@ class Consumer:
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
 
+        parts, part = self.static.column_parts, self.turn
+        once = row if parts == 1 else jnp.where(ROWS.filled(part, QUERIES) == 0, row, -1)  # for values without columns
+
+        def columns(ref: Ref, values: jax.Array) -> None:
+            """Store this consumer's columns."""
+            for i in range(parts):
+                of_part = functools.partial(ROWS.store, ref, row, i * self.width, values)
+                of_part() if parts == 1 else pl.when(part == i)(of_part)
+
         def partial(states: RowState) -> None:
-            ROWS.store(states.o, row, 0, state.o)
-            ROWS.put(states.m, row, state.m)
-            ROWS.put(states.l, row, state.l)
+            columns(states.o, state.o)
+            ROWS.put(states.m, once, state.m)
+            ROWS.put(states.l, once, state.l)
 
         def finished(rows: OutputRows) -> None:
             inverse = over_tokens(state.inverse(options.sink), state.o.shape)
             o = wgmma.zero_rows(state.o, state.l) * inverse
-            ROWS.store(rows.out, row, 0, o.astype(rows.out.dtype))
+            columns(rows.out, o.astype(rows.out.dtype))
             if rows.lse is not None:
-                ROWS.put(rows.lse, row, state.lse())
+                ROWS.put(rows.lse, once, state.lse())
 
         result.store(options.is_whole, finished, partial)
 

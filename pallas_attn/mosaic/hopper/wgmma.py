@@ -57,6 +57,10 @@ lowering would take longer.
 """
 
 
+MOST_DESCRIBED = 256
+"""Maximum width of keys for which the descriptors of all instructions of Q Kᵀ are kept in registers."""
+
+
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Start two products: sum(qs) @ kᵀ, then o + p @ v. Return both.
 
@@ -99,6 +103,17 @@ def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Ar
         meanwhile()
         return s[...]
 
+    if k.shape[1] > MOST_DESCRIBED and not interpreted():
+        shape = plgpu.ShapeDtypeStruct((qs[0].shape[0], k.shape[0]), jnp.float32, layout=TILE)
+
+        @plgpu.inline_mgpu(arg_types=[operand_ref()] * (1 + len(qs)), return_type=shape)
+        def begin(_: Any, k: ir.Value, *qs: ir.Value) -> Any:
+            nvvm.wgmma_fence_aligned()
+            return _scores(qs, k).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+        s = begin(k, *qs)
+        meanwhile()
+        return finish(s, TILE, TILE, under_way=0)
     return pl.run_scoped(product, plgpu.ACC((qs[0].shape[0], k.shape[0]), jnp.float32))
 
 
@@ -501,7 +516,8 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     for q in qs:
         lefts = left_steps(q, depth)
         rights = _steps(*_right(mgpu.memref_transpose(k, (1, 0, 3, 2)), columns, ROW_BYTES), depth, ROW_BYTES)
-        total = _one_by_one(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
+        issue = _one_by_one if depth <= MOST_DESCRIBED else _products
+        total = issue(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
     commit()
     return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
 

@@ -98,6 +98,8 @@ class FlashStatic:
       query_parts: number of query parts.
       block_heads: number of query heads that share a block (`BlockRows`).
       dequantizes: whether the producer converts an int8 or fp8 cache to float16.
+      column_parts: number of consumers that share query rows. Each of them computes all scores of these rows, and a
+        part of the columns of the output.
     """
 
     key_dim: int
@@ -113,10 +115,16 @@ class FlashStatic:
     query_parts: int = 1
     block_heads: int = 1
     dequantizes: bool = False
+    column_parts: int = 1
+
+    @property
+    def row_groups(self) -> int:
+        """Number of groups of `tile_rows` query rows of a block. A group belongs to `column_parts` consumers."""
+        return self.consumers // self.column_parts
 
     @property
     def block_rows(self) -> int:
-        return self.tile_rows * self.consumers
+        return self.tile_rows * self.row_groups
 
     @property
     def query_copies(self) -> int:
@@ -144,7 +152,7 @@ class Rings(NamedTuple):
     """Queries, keys and values in shared memory, and their barriers (see the docstring of the module).
 
     Attributes:
-      q: [consumers · query_parts, tile_rows, Dk].
+      q: [row_groups · query_parts, tile_rows, Dk].
       k, v: [stages, tile_keys, Dk] and [stages, tile_keys, Dv].
     """
 
@@ -168,17 +176,17 @@ class Rings(NamedTuple):
           orders_tensor_core: whether the barriers at which no TMA copy arrives also order tensor-core operations, which
             Blackwell needs.
         """
-        stages, keys, consumers, parts = static.stages, static.tile_keys, static.consumers, static.query_parts
+        stages, keys, groups, parts = static.stages, static.tile_keys, static.row_groups, static.query_parts
         copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         full = signal if static.dequantizes else plgpu.Barrier
         empty = signal(num_barriers=stages, num_arrivals=readers)
         return Rings(
-            q=register_tiles.operand((consumers * parts, static.tile_rows, static.key_dim), dtype),
+            q=register_tiles.operand((groups * parts, static.tile_rows, static.key_dim), dtype),
             k=register_tiles.operand((stages, keys, static.key_dim), dtype),
             v=register_tiles.operand((stages, keys, static.value_dim), dtype),
-            q_full=plgpu.Barrier(num_barriers=consumers, num_arrivals=parts * arrivals(static.query_copies)),
-            q_empty=signal(num_barriers=consumers),
+            q_full=plgpu.Barrier(num_barriers=groups, num_arrivals=parts * arrivals(static.query_copies)),
+            q_empty=signal(num_barriers=groups, num_arrivals=static.column_parts),
             k_full=full(num_barriers=stages, num_arrivals=copies),
             k_empty=empty,
             v_full=full(num_barriers=stages + 1, num_arrivals=copies),
@@ -210,7 +218,8 @@ class BlockRows(NamedTuple):
     sequence is not full, and a tile is loaded once for all heads of a block. One TMA copy loads one group of 8 query
     rows.
 
-    In the methods, `number` is the index of a consumer, which has `tile_rows` query rows of the block.
+    In the methods, `number` is the index of a group of `tile_rows` query rows of the block, which belongs to one
+    consumer, or to `column_parts` consumers.
 
     Attributes:
       work: the work tile. Its `head` is the index of a set of `block_heads` heads.
@@ -408,7 +417,7 @@ class BlockConsumer(Protocol):
     it.
 
     Attributes:
-      number: index among the consumers.
+      number: index of the consumer's group of query rows.
     """
 
     @property
@@ -698,7 +707,7 @@ class Producer:
         """
 
         def load(*, await_empty: bool) -> None:
-            for consumer in range(self.static.consumers):
+            for consumer in range(self.static.row_groups):
                 if await_empty:
                     plgpu.barrier_wait(self.rings.q_empty.at[consumer])
                 copy(consumer, self.rings.q_full.at[consumer])
@@ -720,7 +729,7 @@ class Producer:
             plgpu.barrier_wait(self.rings.v_empty.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
-        for consumer in range(self.static.consumers):
+        for consumer in range(self.static.row_groups):
             wait_if(any_work, self.rings.q_empty.at[consumer])
 
 

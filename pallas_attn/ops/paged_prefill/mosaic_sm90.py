@@ -81,6 +81,10 @@ from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequant
 from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, ScaleLayout
 
+SHARED_ROWS = (384, 512)
+"""Widths of heads of 16-bit caches for which two consumers share query rows. Each consumer has half of the columns of
+the output, a multiple of the 64 columns of a swizzled row."""
+
 FULL_TILE = -1
 """Metadata of a tile whose pages are all present, and whose keys are visible to all rows of the block."""
 
@@ -115,7 +119,7 @@ class PrefillInputs(NamedTuple):
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((9, 0))
-    check_supported(call)
+    check_supported(call, (*unsupported.HEAD_DIMS, *SHARED_ROWS) if call.kv.k.dtype.itemsize == 2 else None)
     settings = config.mosaic_config(config_key(call))
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
 
@@ -171,13 +175,17 @@ def attend(
     return flash_attention(loader, inputs, work, splits, sinks=call.sinks, **results)
 
 
-def check_supported(call: PagedPrefillCall) -> None:
-    """Raise NotImplementedError if no Mosaic kernel of `paged_prefill` supports the call."""
+def check_supported(call: PagedPrefillCall, head_dims: tuple[int, ...] | None = None) -> None:
+    """Raise NotImplementedError if no Mosaic kernel of `paged_prefill` supports the call.
+
+    Args:
+      head_dims: supported widths of heads; None for the widths of all kernels.
+    """
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
     unsupported.require_apart(call.kv)
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
-    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_head_dim(call.head_dim, head_dims or unsupported.HEAD_DIMS)
     unsupported.require_page_size(call.page_size)
     unsupported.require_soft_cap(call.soft_cap)
 
@@ -260,6 +268,7 @@ class PagedLoader(PackedLoader):
             query_parts=parts,
             block_heads=shared_heads(call.group, tile_rows),
             dequantizes=scales is not None,
+            column_parts=settings.column_parts,
         )
         return PagedLoader(
             static,
@@ -412,11 +421,16 @@ class PagedTile(NamedTuple):
                 live_mask=functools.partial(self.live_mask, i, pages),
             )
 
+        has_one_stage = self.static.stages == 1
+
         def load(i: Any, pages: jax.Array) -> jax.Array:
             following = self.locate(i + 1)
+            if has_one_stage:  # consumers empty the only slot of keys after they have multiplied the queries
+                load_later_queries(i)
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1, following))
             pl.when(i >= 0)(lambda: values(i, pages))
-            load_later_queries(i)
+            if not has_one_stage:
+                load_later_queries(i)
             return following
 
         lax.fori_loop(-1, self.kv_tiles, load, LANES.filled(jnp.int32(-1), THREADS))
