@@ -310,8 +310,9 @@ PREFILL_MORE: dict[str, DeferredCase] = {
         for head_dim in (64, 128, 256)
     },
     "paged-prefill-full-few": paged(causal=False, **FEW),
-    "paged-prefill-d384-p128-f16": paged(384, 128, dtype=jnp.float16, splits=2),
-    "paged-prefill-d384-few-all-features": paged(384, 32, **(ALL_FEATURES | FEW)),
+    "paged-prefill-d512-p128-f16": paged(512, 128, dtype=jnp.float16, splits=2),
+    "paged-prefill-d512-few-all-features": paged(512, 32, **(ALL_FEATURES | FEW)),
+    "paged-prefill-d512-few": paged(512, **FEW),
     "paged-prefill-d512-p32-window": paged(512, 32, window=1024, splits=2),
     **{
         f"ragged-{key_dim}-{value_dim}-{name}": ragged(key_dim, value_dim, **static)
@@ -321,7 +322,7 @@ PREFILL_MORE: dict[str, DeferredCase] = {
 }
 """Cases with combinations of caches, head dimensions and options, and with the kernel sizes of `TUNING`."""
 
-UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|d384|d512)")
+UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|d512)")
 """Names of cases that are not supported on Blackwell, because they need too much shared memory or have wide heads.
 
 With a head dimension of 256, the 128 query rows, two pipeline stages and the staging buffers leave no space for scales

@@ -256,7 +256,7 @@ def test_decode(backend: Backend, name: str) -> None:
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.PREFILL))
 @unsupported(
-    mosaic=paged_cases.too_wide(paged_cases.PREFILL, (384, 512)),
+    mosaic=paged_cases.too_wide(paged_cases.PREFILL, (512,)),
     mosaic_sm100=paged_cases.too_wide(paged_cases.PREFILL),
 )
 def test_prefill(backend: Backend, name: str) -> None:

@@ -79,8 +79,8 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
 
 
-@slow_cases("interpreted-512, windows and sinks", "interpreted-384, splits")
-@pytest.mark.parametrize("name", ["512, windows and sinks", "512, absent pages", "384, splits"])
+@slow_cases("interpreted-512, windows and sinks", "interpreted-512, splits")
+@pytest.mark.parametrize("name", ["512, windows and sinks", "512, absent pages", "512, splits"])
 def test_consumers_share_query_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two consumers have the same query rows and half of the columns each, with one stage of keys and values.
 
@@ -89,7 +89,7 @@ def test_consumers_share_query_rows(name: str, monkeypatch: pytest.MonkeyPatch) 
     cases = {
         "512, windows and sinks": replace(BASE, head_dim=512, head_windows=((40, 3), (FULL, 0))),
         "512, absent pages": replace(ABSENT, head_dim=512),
-        "384, splits": replace(BASE, head_dim=384, kv_lens=(0, 20, 250, 65), soft_cap=7.0),
+        "512, splits": replace(BASE, head_dim=512, kv_lens=(0, 20, 250, 65), soft_cap=7.0),
     }
     multiprocessors = 40 if "splits" in name else 2
     monkeypatch.setattr(basics, "multiprocessors", lambda: multiprocessors)

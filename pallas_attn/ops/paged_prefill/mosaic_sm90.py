@@ -81,9 +81,10 @@ from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequant
 from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, ScaleLayout
 
-SHARED_ROWS = (384, 512)
-"""Widths of heads of 16-bit caches for which two consumers share query rows. Each consumer has half of the columns of
-the output, a multiple of the 64 columns of a swizzled row."""
+SHARED_ROWS = (512,)
+"""Widths of heads of 16-bit caches for which two consumers share query rows. Half of the columns of a head must be a
+multiple of the 64 columns of a swizzled row. With 384 columns, the kernel spills registers if a call has all
+options."""
 
 FULL_TILE = -1
 """Metadata of a tile whose pages are all present, and whose keys are visible to all rows of the block."""
