@@ -1,6 +1,7 @@
 """Measure the HTTP server next to the offline engine: `python scripts/bench_server.py [--config v2-lite] [--json OUT]`.
 
     python scripts/bench_server.py --url http://127.0.0.1:8001 --vocab-size 102400 --model NAME   # another server
+    python scripts/bench_server.py --config v3-tiny --paced 60 --users 128                        # no model, no GPU
 
 The first form makes a model with random weights and a tokenizer with random tokens. It measures:
 
@@ -11,7 +12,8 @@ The first form makes a model with random weights and a tokenizer with random tok
 - JSON: users whose outputs follow a JSON schema.
 
 The client (`scripts/bench/engine/http_load.py`) runs in another process. The second form sends the same requests to
-another server with the API of OpenAI.
+another server with the API of OpenAI. The third form replaces the engine's steps by waiting, and measures the processor
+time per token of the event loop and of the engine's thread.
 """
 
 from __future__ import annotations
@@ -48,11 +50,14 @@ from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ParserNames
 from pallas_attn.models.server.server import Server, ServerOptions, listen
 from scripts.bench.engine.http_load import Load
+from scripts.bench.engine.paced_engine import PacedEngine
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.harness.device import description
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
+EVENT_LOOP = "event loop"
+"""Name of the thread of the server's event loop."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -101,13 +106,14 @@ def make_llm(args: argparse.Namespace, tokenizer: Tokenizer) -> LLM:
     """Return an LLM with random weights."""
     config = dataclasses.replace(CONFIGS[args.config], eos_token_ids=(CONFIGS[args.config].vocab_size - 1,))
     longest = max(args.prompt_tokens, args.shared_tokens + 128) + args.new_tokens + 1
+    buckets = {size for size in args.decode_buckets if size < args.max_num_seqs} | {args.max_num_seqs}
     sizes = EngineConfig(
         num_pages=args.max_num_seqs * -(-longest // 64),
         page_size=64,
         max_batched_tokens=args.step_tokens,
         max_num_seqs=args.max_num_seqs,
         max_model_len=longest,
-        decode_buckets=tuple(sorted({*args.decode_buckets, args.max_num_seqs})),
+        decode_buckets=tuple(sorted(buckets)),
         prefill_buckets=tuple(sorted({min(512, args.step_tokens), args.step_tokens})),
     )
     return LLM.of_model(random_model(config, args.dtype, AttentionSettings()), sizes, tokenizer=tokenizer)
@@ -137,7 +143,7 @@ def serving(llm: LLM, tokenizer: Tokenizer) -> Iterator[str]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listening = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, listening.set)))
+    thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, listening.set)), name=EVENT_LOOP)
     thread.start()
     listening.wait()
     try:
@@ -177,6 +183,9 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     tokenizer, second = random_tokenizer(CONFIGS[args.config].vocab_size)
     llm = make_llm(args, tokenizer)
+    if args.paced is not None:
+        yield from paced(args, llm, second)
+        return
     seconds = llm.engine.warmup()
     yield {"name": "warmup", "seconds": seconds, "programs": llm.engine.stats().compilations}
     each = loads(args, CONFIGS[args.config].vocab_size - 1)
@@ -187,10 +196,44 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from measure(url, each)
 
 
+def paced(args: argparse.Namespace, llm: LLM, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Measure the server with an engine that generates tokens without a model. Yield the results for each number of
+    users, with microseconds of processor time per output token."""
+    vocab_size = CONFIGS[args.config].vocab_size
+    tokens = np.random.default_rng(0).integers(256, vocab_size - 1, 2**16).tolist()
+    llm.engine = PacedEngine(llm.engine, tokens, args.paced)  # pyrefly: ignore[bad-assignment]
+    same: dict[str, Any] = {
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "vocab_size": vocab_size,
+    }
+    each = [Load("warm-up", 8, users=8, **(same | {"new_tokens": 16}))]
+    each += [Load("paced users", args.rounds * users, users=users, seed=users, **same) for users in args.users]
+    with serving(llm, tokenizer) as url:
+        before = thread_times()
+        for result in measure(url, each):
+            after = thread_times()
+            tokens_us = {name: 1e6 * (after[name] - before[name]) / result["output_tokens"] for name in after}
+            yield result | {"event_loop_us": tokens_us[EVENT_LOOP], "engine_thread_us": tokens_us["engine"]}
+            before = after
+
+
+def thread_times() -> dict[str, float]:
+    """Return the processor time in seconds of the server's threads, by name."""
+    return {
+        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.name in (EVENT_LOOP, "engine") and thread.ident is not None
+    }
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_server", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
     parser.add_argument("--url", help="measure the server at this address instead; it must be on this machine")
+    parser.add_argument(
+        "--paced", type=float, metavar="N", help="measure without a model: each request gets N tokens per second"
+    )
     parser.add_argument("--vocab-size", type=int, default=32000, help="with --url: token ids below it are sent")
     parser.add_argument("--model", help="with --url: name of the model")
     parser.add_argument("--users", nargs="+", type=int, default=[1, 8, 32, 128], help="default: 1 8 32 128")
@@ -210,6 +253,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     numbers = (args.rounds, args.requests, args.prompt_tokens, args.shared_tokens, args.new_tokens, *args.users)
     if min(*numbers, *args.json_users, args.max_num_seqs) < 1 or not all(0 < rate < 1e6 for rate in args.rates):
         parser.error("expected positive numbers")
+    if args.paced is not None and (args.paced <= 0 or args.url is not None):
+        parser.error("--paced: expected a positive number, not with --url")
     if args.step_tokens < args.max_num_seqs:
         parser.error("--step-tokens: expected at least --max-num-seqs, one token per request")
     return args

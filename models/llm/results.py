@@ -115,8 +115,7 @@ class Generation:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """A part of a generated text, as soon as no later token changes it.
 
     Attributes:

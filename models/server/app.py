@@ -33,16 +33,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pallas_attn
-from pallas_attn.models.server.engine_thread import EngineThread, ServedRequest
+from pallas_attn.models.server.engine_thread import EngineThread, Part, ServedRequest
 from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.metrics import Metrics
 from pallas_attn.models.server.prepare import Preparer
-from pallas_attn.models.server.responses import DONE, ChatReply, CompletionReply, Reply, event
+from pallas_attn.models.server.responses import DONE, ChatReply, CompletionReply, Reply, check_output, event
 
 STATIC = Path(__file__).with_name("static")
 PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css"}
 
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"transfer-encoding", b"chunked"),  # `_EventStream` writes chunks itself
+]
 
 _CLIENT_GONE = 499  # status of nginx for a client that has disconnected; only metrics have it
 
@@ -146,22 +150,27 @@ class Api:
         finally:
             self._preparing -= 1
         salt = ":".join(filter(None, (request.state.salt, work.request.cache_salt)))
-        served = ServedRequest(work.prompts, salt, arrived_s)
+        served = ServedRequest(work.prompts, salt, arrived_s, is_streamed=work.request.stream)
         reply = make_reply(work, work.request.model or self._names[0])
         self.metrics.prompt_tokens.inc(reply.usage["prompt_tokens"])
         self.engine.add(served)
         if work.request.stream:
             return _EventStream(self, served, reply, work.request.includes_usage)
         try:
-            await _unless_disconnected(request.receive, self._collect(served, reply))
+            parts = await _unless_disconnected(request.receive, self._collect(served))
         finally:
             self.engine.abort(served)
-        return _json(reply.result)
+        return _json(reply.result(parts))
 
-    async def _collect(self, served: ServedRequest, reply: Reply) -> None:
+    async def _collect(self, served: ServedRequest) -> list[Part]:
+        """Return all parts of a request."""
+        result: list[Part] = []
         async with _deadline(self.limits.request_s, served.arrived_s):
             async for parts in served.batches():
-                reply.add(parts)
+                for part in parts:
+                    check_output(part.delta)
+                result += parts
+        return result
 
     def _check_capacity(self) -> None:
         """Raise ApiError if there are too many requests, or the engine is not ready."""
@@ -311,18 +320,24 @@ class _EventStream(Response):
             self._api.engine.abort(self._served)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
+        transport: asyncio.Transport = scope["state"]["transport"]
         started = False
+
+        def send_now(parts: Sequence[Part]) -> bool:
+            """Write events to the transport, past all layers of the application."""
+            if transport.get_write_buffer_size() or transport.is_closing():
+                return False  # the client has not read everything, so the limit of time applies
+            if content := self._reply.events(parts):
+                transport.write(b"%x\r\n%b\r\n" % (len(content), content))
+            return True
 
         async def write(content: bytes, *, more: bool = True) -> None:
             nonlocal started
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                self._served.send_now = send_now
             message = {"type": "http.response.body", "body": content, "more_body": more}
-            transport: asyncio.Transport = scope["state"]["transport"]
-            if not transport.get_write_buffer_size():  # the client has read everything, so `send` does not wait
-                await send(message)
-                return
             try:
                 async with asyncio.timeout(self._api.limits.write_s):
                     await send(message)
@@ -333,9 +348,9 @@ class _EventStream(Response):
         try:
             async with _deadline(self._api.limits.request_s, self._served.arrived_s):
                 async for parts in self._served.batches():
-                    if content := b"".join(map(event, self._reply.events(parts))):
+                    if content := self._reply.events(parts):
                         await write(content)
-                last = [event(self._reply.last_event())] if self._includes_usage else []
+                last = [self._reply.last_event()] if self._includes_usage else []
         except ApiError as error:
             if not started:
                 raise

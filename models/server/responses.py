@@ -1,11 +1,12 @@
 """OpenAI's response objects, built from the parts that the engine returns.
 
-A reply turns each part into the choices of an event of a stream. A response without streaming merges the choices of all
-events, so both have the same content.
+A reply turns each part into the choice of an event of a stream. A response without streaming has the choices of one
+part per output, joined from all its parts. A choice does not depend on the division of an output into parts.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,15 +21,14 @@ from pallas_attn.models.server.limits import ApiError
 from pallas_attn.models.server.prepare import ChatWork, CompletionWork
 from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta
 
-_TEXTS = ("text", "content", "reasoning_content", "name", "arguments")
-"""Entries of choices that events have in parts."""
-
 DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
 
 
 def event(content: Mapping[str, Any]) -> bytes:
     """Encode a server-sent event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: %b\n\n" % _encode(content)
 
 
 class Reply:
@@ -45,36 +45,33 @@ class Reply:
         self._work = work
         self._completion_tokens = self._cached_tokens = 0
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._merged: dict[int, dict[str, Any]] = {}
+        head = _encode({**self._head, "object": self.chunk_name}).removesuffix(b"}")
+        self._event = b'data: %b,"choices":[%%b]%b}\n\n' % (
+            head.replace(b"%", b"%%"),
+            b',"usage":null' if work.request.includes_usage else b"",
+        )
 
-    def choices(self, part: Part) -> list[dict[str, Any]]:
-        """Return the choices of the events for a part, at most one event per choice."""
+    def choice(self, part: Part) -> dict[str, Any] | None:
+        """Return the choice of the event for a part; None for no event."""
         raise NotImplementedError
 
-    def events(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+    def events(self, parts: Iterable[Part]) -> bytes:
         """Return the events of a stream for new parts.
 
         Raises:
           ApiError: an output has failed.
         """
-        usage = {"usage": None} if self._work.request.includes_usage else {}
-        head = {**self._head, "object": self.chunk_name}
-        return [{**head, "choices": [choice], **usage} for part in parts for choice in self._counted(part)]
+        choices = [self._counted(part) for part in parts]
+        return b"".join([self._event % _encode(choice) for choice in choices if choice is not None])
 
-    def add(self, parts: Iterable[Part]) -> None:
-        """Merge new parts into `result`. Raises as `events`."""
-        for part in parts:
-            for choice in self._counted(part):
-                merge(self._merged.setdefault(choice["index"], {}), choice)
-
-    def last_event(self) -> dict[str, Any]:
+    def last_event(self) -> bytes:
         """Return the event with the numbers of tokens."""
-        return {**self._head, "object": self.chunk_name, "choices": [], "usage": self.usage}
+        return event({**self._head, "object": self.chunk_name, "choices": [], "usage": self.usage})
 
-    @property
-    def result(self) -> dict[str, Any]:
-        """The response without streaming."""
-        choices = [self._whole(self._merged[index]) for index in sorted(self._merged)]
+    def result(self, parts: Iterable[Part]) -> dict[str, Any]:
+        """Return the response without streaming. `parts` are all parts."""
+        choices = [self._whole(choice) for part in _joined(parts) if (choice := self._counted(part)) is not None]
+        choices.sort(key=operator.itemgetter("index"))
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self.usage}
 
     @property
@@ -91,14 +88,12 @@ class Reply:
     def _whole(self, choice: dict[str, Any]) -> dict[str, Any]:
         return choice
 
-    def _counted(self, part: Part) -> list[dict[str, Any]]:
-        delta = part.delta
-        if delta.finish_reason in ("nonfinite", "filter_error", "abort", "refused"):
-            reason = "the logits are NaN or infinite" if delta.finish_reason == "nonfinite" else delta.stop_reason
-            raise ApiError(f"the output ended early: {reason or delta.finish_reason}", 500, code="output_failed")
-        self._completion_tokens += len(delta.token_ids)
+    def _counted(self, part: Part) -> dict[str, Any] | None:
+        if part.delta.finish_reason is not None:
+            check_output(part.delta)
+        self._completion_tokens += len(part.delta.token_ids)
         self._cached_tokens += part.cached_tokens
-        return self.choices(part)
+        return self.choice(part)
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
         """Return the entries of a choice that depend on the tokens and the end of an output."""
@@ -106,23 +101,32 @@ class Reply:
         return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **ids}
 
 
-def merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Append the texts and lists of a choice, or of an object in it, to earlier ones, and replace other entries."""
-    for name, value in part.items():
-        if name == "tool_calls":
-            calls = whole.setdefault(name, [])
-            for call in value:
-                if call["index"] == len(calls):
-                    calls.append({"id": call["id"], "type": "function", "function": {"name": "", "arguments": ""}})
-                merge(calls[call["index"]]["function"], call["function"])
-        elif isinstance(value, dict):
-            merge(whole.setdefault(name, {}), value)
-        elif isinstance(value, list):
-            whole.setdefault(name, []).extend(value)
-        elif name in _TEXTS and name in whole:
-            whole[name] += value
-        elif value is not None or name not in whole:
-            whole[name] = value
+def check_output(delta: Delta) -> None:
+    """Raise ApiError if a delta says that its output has failed."""
+    if delta.finish_reason in ("nonfinite", "filter_error", "abort", "refused"):
+        reason = "the logits are NaN or infinite" if delta.finish_reason == "nonfinite" else delta.stop_reason
+        raise ApiError(f"the output ended early: {reason or delta.finish_reason}", 500, code="output_failed")
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Join the parts of each output to one part."""
+    outputs: dict[tuple[int, int], list[Part]] = {}
+    for part in parts:
+        outputs.setdefault((part.prompt, part.delta.index), []).append(part)
+    result = []
+    for (prompt, index), own in outputs.items():
+        deltas = [part.delta for part in own]
+        tables = None if deltas[0].logprobs is None else [table for delta in deltas for table in delta.logprobs or ()]
+        whole = Delta(
+            index,
+            "".join([delta.text for delta in deltas]),
+            [token for delta in deltas for token in delta.token_ids],
+            deltas[-1].finish_reason,
+            deltas[-1].stop_reason,
+            tables,
+        )
+        result.append(Part(prompt, whole, sum(part.cached_tokens for part in own), own[0].prompt_logprobs))
+    return result
 
 
 class CompletionReply(Reply):
@@ -136,7 +140,7 @@ class CompletionReply(Reply):
         self._offsets: dict[int, int] = {}  # length of the text of each output
         self._prompt_logprobs: dict[int, Any] = {}
 
-    def choices(self, part: Part) -> list[dict[str, Any]]:
+    def choice(self, part: Part) -> dict[str, Any] | None:
         work, delta = self._completion, part.delta
         index = part.prompt * work.request.n + delta.index
         ids, tables, text = delta.token_ids, delta.logprobs, delta.text
@@ -146,7 +150,7 @@ class CompletionReply(Reply):
         if work.echoes_only:
             self._completion_tokens = 0
             if not is_first:
-                return []
+                return None
             delta = Delta(delta.index, "", [], "length")
             ids, tables, text = [], None if tables is None else [], ""
         all_tables: Sequence[TokenLogprobTable | None] | None = tables
@@ -164,7 +168,7 @@ class CompletionReply(Reply):
             choice["prompt_token_ids"] = [*work.prompts[part.prompt].ids]
         if part.prompt_logprobs is not None and work.request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
-        return [choice]
+        return choice
 
     def _logprobs(
         self, ids: Sequence[int], tables: Sequence[TokenLogprobTable | None], offset: int, first: str
@@ -199,7 +203,7 @@ class ChatReply(Reply):
         self._parsers: dict[int, Any] = {}
         self._called: set[int] = set()  # outputs with tool calls
 
-    def choices(self, part: Part) -> list[dict[str, Any]]:
+    def choice(self, part: Part) -> dict[str, Any] | None:
         work, delta, index = self._chat, part.delta, part.delta.index
         is_first = index not in self._parsers
         if is_first:
@@ -212,13 +216,13 @@ class ChatReply(Reply):
         if is_first:
             message = {"role": "assistant", "content": "", **message}
         elif not (message or logprobs or delta.finish_reason or work.request.return_token_ids):
-            return []
+            return None
         choice = {"index": index, "delta": message, "logprobs": logprobs, **ending}
         if is_first and work.request.return_token_ids:
             choice["prompt_token_ids"] = [*work.prompts[0].ids]
         if part.prompt_logprobs is not None:
             choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
-        return [choice]
+        return choice
 
     def _message(self, index: int, text: str, *, is_last: bool) -> dict[str, Any]:
         """Return the parts of the message that are certain after a further text of the output."""
@@ -261,6 +265,13 @@ class ChatReply(Reply):
         message = choice.pop("delta")
         if "tool_calls" in message:
             message["content"] = message["content"] or None
+            calls: list[dict[str, Any]] = []
+            for delta in message["tool_calls"]:
+                if "id" in delta:
+                    calls.append({"id": delta["id"], "type": "function", "function": delta["function"]})
+                else:
+                    calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+            message["tool_calls"] = calls
         return {**choice, "message": message}
 
 
