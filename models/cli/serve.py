@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -20,23 +21,27 @@ from pallas_attn.models.cli.command_line import (
     FAILED,
     Parser,
     UsageError,
-    as_failure,
     as_usage_error,
     exit_status,
     integer,
-    writing,
 )
-from pallas_attn.models.cli.decode.options import add_attention, add_engine, convert_engine_options, sizes
-from pallas_attn.models.cli.decode.sizes import read_kv_scales, rounded_up
+from pallas_attn.models.cli.decode.options import (
+    add_attention,
+    add_buckets,
+    add_engine,
+    attention_settings,
+    convert_engine_options,
+)
+from pallas_attn.models.cli.decode.sizes import engine_fields, rounded_up
 from pallas_attn.models.cli.mesh import add_mesh, mesh_of
 from pallas_attn.models.cli.model import load, name_of, read_config
 from pallas_attn.models.cli.model_options import RANDOM_MODELS, add_compilation_cache, enable_compilation_cache
 from pallas_attn.models.cli.output_files import check_output
+from pallas_attn.models.cli.prefix_cache import load_prefixes, save_prefixes
 from pallas_attn.models.cli.speculate import announce_module, make_speculation
 from pallas_attn.models.config import ModelConfig
 from pallas_attn.models.config.json_files import read_json
-from pallas_attn.models.decoder import AttentionSettings
-from pallas_attn.models.engine import CachedPages, EngineConfig
+from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams, model_folder
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ReasoningFamily, ToolCallFamily, family_of
@@ -126,15 +131,8 @@ def _server(options: argparse.Namespace) -> Server:
         folder = options.model
         loaded = [] if folder is None else [load_tokenizer(folder) for _ in range(options.text_workers + 1)]
         tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]
-        mesh = mesh_of(options.mesh)
-        settings = AttentionSettings(
-            mla=options.mla,
-            implementation=options.implementation,
-            index_topk=options.index_topk,
-            batch_invariant=options.batch_invariant,
-        )
-        engine_config = dataclasses.replace(_engine_config(options, config), mesh=mesh)
-        model = load(options, config, settings, mesh)
+        engine_config = _engine_config(options, config)
+        model = load(options, config, attention_settings(options), engine_config.mesh)
         options.max_tokens = engine_config.max_model_len  # `make_speculation` limits the number of drafts with it
         speculate = make_speculation(options, model, num_prompts=2**20)
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
@@ -156,9 +154,12 @@ def _server(options: argparse.Namespace) -> Server:
         defaults=defaults,
         access_log=options.access_log,
     )
-    limits = ServerLimits(**{_field(flag): getattr(options, _field(flag)) for flag in _LIMITS})
-    at_end = _load_prefixes(options, llm) if options.prefix_cache is not None else lambda: None
-    return Server(llm, tokenizers[1:], server_options, limits, at_end)
+    limits = ServerLimits(**{field.name: getattr(options, field.name) for field in _LIMITS.values()})
+    if options.prefix_cache is None:
+        return Server(llm, tokenizers[1:], server_options, limits)
+    load_prefixes(llm.engine, options.prefix_cache)
+    save = functools.partial(save_prefixes, llm.engine, options.prefix_cache)
+    return Server(llm, tokenizers[1:], server_options, limits, at_end=save)
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineConfig:
@@ -167,40 +168,13 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineCo
     longest = options.max_model_len or min(config.max_position_embeddings, MODEL_LEN)
     return EngineConfig(
         num_pages=options.num_pages or rounded_up(num_seqs * -(-longest // options.page_size)),
-        page_size=options.page_size,
         max_batched_tokens=options.max_batched_tokens or max(STEP_TOKENS, num_seqs),
         max_num_seqs=num_seqs,
-        max_prefill_seqs=options.max_prefill_seqs,
         max_model_len=longest,
-        chunked_prefill=options.chunked_prefill,
-        prefix_caching=options.prefix_caching,
-        recycling=options.recycling,
-        cache_dtype=options.kv_dtype,
-        kv_scales=read_kv_scales(options),
-        decode_buckets=options.decode_buckets,
-        prefill_buckets=options.prefill_buckets,
-        batch_invariant=options.batch_invariant,
         max_logprobs=options.max_logprobs,
+        mesh=mesh_of(options.mesh),
+        **engine_fields(options),
     )
-
-
-def _load_prefixes(options: argparse.Namespace, llm: LLM) -> Callable[[], None]:
-    """Load the file of --prefix-cache, if it exists. Return a function that saves the prefix cache."""
-    path: Path = options.prefix_cache
-    if os.path.lexists(path):
-        with (
-            as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
-            as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
-        ):
-            llm.engine.import_pages(CachedPages.from_bytes(path.read_bytes()))
-
-    def save() -> None:
-        with as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
-            pages = llm.engine.export_prefix_cache().to_bytes()
-            with writing("--prefix-cache", path, private=True) as file:  # has tokens and salts
-                file.write(pages)
-
-    return save
 
 
 def _defaults(options: argparse.Namespace) -> dict[str, Any]:
@@ -239,8 +213,8 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
     convert_engine_options(options)
     if not 0 <= options.port < 2**16:
         raise UsageError(f"--port: expected 0 to 65535, got {options.port}")
-    for flag in _LIMITS:
-        value = getattr(options, _field(flag))
+    for flag, field in _LIMITS.items():
+        value = getattr(options, field.name)
         if value is not None and not 0 < value < 1e9:
             raise UsageError(f"{flag}: expected more than 0 and less than 1e9, got {value}")
     if not 0 <= options.grace < 1e9:
@@ -269,42 +243,8 @@ def _api_keys(path: Path | None) -> list[str]:
 
 
 def _parser(prog: str) -> Parser:
-    usage = "%(prog)s MODEL [options]"
-    parser = Parser(prog, usage=usage, description=DESCRIPTION, epilog=EPILOG)
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id of a repository of the Hub"
-    )
-    model.add_argument(
-        "--random",
-        choices=RANDOM_MODELS,
-        metavar="NAME",
-        help=f"a small model with random weights, without tokenizer: {', '.join(RANDOM_MODELS)}",
-    )
-    model.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
-    model.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
-    )
-    model.add_argument(
-        "--generation-config",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the sampling parameters of generation_config.json as defaults (default: yes)",
-    )
-    model.add_argument(
-        "--tool-call-parser",
-        dest="tool_calls",
-        choices=(*get_args(ToolCallFamily.__value__), "none"),
-        metavar="NAME",
-        help=f"format of the model's tool calls: none, {', '.join(get_args(ToolCallFamily.__value__))}"
-        " (default: from the chat template)",
-    )
-    model.add_argument(
-        "--reasoning-parser",
-        dest="reasoning",
-        choices=(*get_args(ReasoningFamily.__value__), "none"),
-        help="format of the model's reasoning (default: from the chat template)",
-    )
+    parser = Parser(prog, usage="%(prog)s MODEL [options]", description=DESCRIPTION, epilog=EPILOG)
+    _add_model(parser.add_argument_group("model"))
     _add_server(parser.add_argument_group("server"))
     _add_limits(parser.add_argument_group("limits of requests and connections"))
     add_attention(parser.add_argument_group("computation"))
@@ -324,23 +264,47 @@ def _parser(prog: str) -> Parser:
         metavar="N",
         help="maximum of logprobs and top_logprobs (default: 20)",
     )
-    buckets = parser.add_argument_group("batch shapes", "one program is compiled for each shape")
-    buckets.add_argument(
-        "--decode-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs (default: powers of"
-        " two up to it)",
-    )
-    buckets.add_argument(
-        "--prefill-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens (default: 32,"
-        " 128, 512, ... (factor 4) up to it)",
+    add_buckets(
+        parser.add_argument_group("batch shapes", "one program is compiled for each shape"),
+        decode_default="powers of two up to it",
+        prefill_default="32, 128, 512, ... (factor 4) up to it",
     )
     add_mesh(parser.add_argument_group("several devices"))
     return parser
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id of a repository of the Hub"
+    )
+    group.add_argument(
+        "--random",
+        choices=RANDOM_MODELS,
+        metavar="NAME",
+        help=f"a small model with random weights, without tokenizer: {', '.join(RANDOM_MODELS)}",
+    )
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
+    )
+    group.add_argument(
+        "--generation-config",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the sampling parameters of generation_config.json as defaults (default: yes)",
+    )
+    for flag, name, kinds in (
+        ("--tool-call-parser", "tool_calls", get_args(ToolCallFamily.__value__)),
+        ("--reasoning-parser", "reasoning", get_args(ReasoningFamily.__value__)),
+    ):
+        group.add_argument(
+            flag,
+            dest=name,
+            choices=(*kinds, "none"),
+            metavar="NAME",
+            help=f"format of the model's {name.replace('_', ' ')}: none, {', '.join(kinds)}"
+            " (default: from the chat template)",
+        )
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
@@ -379,47 +343,24 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 _LIMITS = {
-    "--max-body-bytes": "bytes of a request",
-    "--max-json-depth": "nested arrays and objects of a request",
-    "--max-prompt-tokens": "tokens of a prompt (default: --max-model-len)",
-    "--max-output-tokens": "value of max_tokens (default: --max-model-len)",
-    "--max-requests": "unfinished requests, running and waiting; more get the status 429",
-    "--max-waiting": "unfinished requests without a token; more get the status 429",
-    "--max-outputs": "number of prompts of a request times n",
-    "--max-stops": "entries of each of stop, bad_words and tools",
-    "--max-token-entries": "entries of each of logit_bias, stop_token_ids and allowed_token_ids",
-    "--max-grammar-bytes": "bytes of a JSON schema, regular expression or grammar",
-    "--max-unread-tokens": "generated tokens of a stream that the client has not read",
-    "--max-connections": "open connections",
-    "--request-timeout": "seconds from the arrival of a request to the end of its response",
-    "--read-timeout": "seconds in which the header of a request must arrive, and then its body",
-    "--write-timeout": "seconds in which a client must read a part of a response",
-    "--keep-alive-timeout": "seconds until the next request on a connection",
-    "--max-engine-errors": "failed steps in succession after which the server exits",
+    f"--{field.name.removesuffix('_s').replace('_', '-')}{'-timeout' if field.name.endswith('_s') else ''}": field
+    for field in dataclasses.fields(ServerLimits)
 }
-"""Options of the fields of `ServerLimits`, and their help."""
+"""Fields of `ServerLimits` by option."""
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerLimits)}
-    for flag, text in _LIMITS.items():
-        is_time = flag.endswith("-timeout")
-        name = _field(flag)
-        default = "" if defaults[name] is None else f" (default: {defaults[name]:{'g' if is_time else 'd'}})"
+    for flag, field in _LIMITS.items():
+        is_time = field.name.endswith("_s")
+        default = "" if field.default is None else f" (default: {field.default:{'g' if is_time else 'd'}})"
         group.add_argument(
             flag,
-            dest=name,
+            dest=field.name,
             type=float if is_time else integer,
-            default=defaults[name],
+            default=field.default,
             metavar="S" if is_time else "N",
-            help=text + default,
+            help=field.metadata["help"] + default,
         )
-
-
-def _field(flag: str) -> str:
-    """Return the field of `ServerLimits` that an option sets."""
-    name = flag.removeprefix("--").replace("-", "_")
-    return f"{name.removesuffix('_timeout')}_s" if name.endswith("_timeout") else name
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

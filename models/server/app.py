@@ -51,6 +51,9 @@ _STREAM_HEADERS = [
 _CLIENT_GONE = 499  # status of nginx for a client that has disconnected; only metrics have it
 
 
+type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
 class _ClientGone(Exception):
     """The client has disconnected."""
 
@@ -90,15 +93,14 @@ class Api:
 
     def app(self, allowed_origins: Sequence[str] = ()) -> ASGIApp:
         """Return the ASGI application. `allowed_origins` are the origins of web pages that may read responses."""
-        generate = functools.partial(self._generate, self._preparer.completion, CompletionReply)
-        chat = functools.partial(self._generate, self._preparer.chat, ChatReply)
-        post: dict[str, Callable[[Request], Coroutine[Any, Any, Response]]] = {
-            "/v1/completions": generate,
-            "/v1/chat/completions": chat,
-            "/tokenize": functools.partial(self._convert, self._preparer.tokenize),
-            "/detokenize": functools.partial(self._convert, self._preparer.detokenize),
+        partial, preparer = functools.partial, self._preparer
+        post: dict[str, _Handler] = {
+            "/v1/completions": partial(self._generate, preparer.completion, CompletionReply),
+            "/v1/chat/completions": partial(self._generate, preparer.chat, ChatReply),
+            "/tokenize": partial(self._convert, preparer.tokenize),
+            "/detokenize": partial(self._convert, preparer.detokenize),
         }
-        get: dict[str, Callable[[Request], Coroutine[Any, Any, Response]]] = {
+        get: dict[str, _Handler] = {
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._model,
             "/health": self._health,
@@ -107,10 +109,9 @@ class Api:
             "/version": self._version,
             **dict.fromkeys(PAGE_FILES, self._page),
         }
-        routes = [Route(path, _endpoint(handler), methods=["POST"]) for path, handler in post.items()]
-        routes += [Route(path, _endpoint(handler), methods=["GET"]) for path, handler in get.items()]
+        handlers = [("POST", *entry) for entry in post.items()] + [("GET", *entry) for entry in get.items()]
         app = Starlette(
-            routes=routes,
+            routes=[Route(path, handler, methods=[method]) for method, path, handler in handlers],
             middleware=[Middleware(_Gate, api=self)],
             exception_handlers={ApiError: _on_error, HTTPException: _on_error, Exception: _on_error},
         )
@@ -385,17 +386,6 @@ async def _unless_disconnected[Result](receive: Receive, work: Coroutine[Any, An
         for one in (task, watcher):
             one.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-def _endpoint(
-    handler: Callable[[Request], Coroutine[Any, Any, Response]],
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return a function for Starlette, which does not accept a partial object of a method."""
-
-    async def endpoint(request: Request) -> Response:
-        return await handler(request)
-
-    return endpoint
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

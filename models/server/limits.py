@@ -1,4 +1,4 @@
-"""ServerLimits of the server, and the error that a request gets if it exceeds one."""
+"""Limits of the server, and the error that a request gets if it exceeds one."""
 
 from __future__ import annotations
 
@@ -6,47 +6,33 @@ import dataclasses
 from typing import Any
 
 
+def _limit(default: Any, text: str) -> Any:
+    """Return a field with the help of its option."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """ServerLimits of requests and connections. Each is an option of `pallas-attn serve`.
+    """Limits of requests and connections. Each is an option of `pallas-attn serve`, whose help describes the field.
+    Fields that end with "_s" are times in seconds."""
 
-    Attributes:
-      max_body_bytes: bytes of a request body.
-      max_json_depth: depth of nested arrays and objects of a request.
-      max_prompt_tokens: tokens of a prompt; None for the limit of the model.
-      max_output_tokens: maximum of max_tokens; None for the limit of the model.
-      max_requests: unfinished requests, running and waiting.
-      max_waiting: unfinished requests without a token.
-      max_outputs: outputs of a request: number of prompts times n.
-      max_stops: entries of each of the lists stop, bad_words and tools.
-      max_token_entries: entries of each of the lists logit_bias, stop_token_ids and allowed_token_ids.
-      max_grammar_bytes: bytes of a JSON schema, a regular expression or a grammar.
-      max_unread_tokens: generated tokens of a stream that the client has not read.
-      max_connections: open connections.
-      request_s: seconds from the arrival of a request to the end of its response.
-      read_s: seconds until the header of a request has arrived, and seconds until its body has arrived.
-      write_s: seconds in which a client must read a part of a response.
-      keep_alive_s: seconds until the next request on a connection.
-      max_engine_errors: consecutive failed steps of the engine after which the server exits.
-    """
-
-    max_body_bytes: int = 4 * 2**20
-    max_json_depth: int = 64
-    max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    max_requests: int = 1024
-    max_waiting: int = 512
-    max_outputs: int = 16
-    max_stops: int = 128
-    max_token_entries: int = 1024
-    max_grammar_bytes: int = 2**17
-    max_unread_tokens: int = 4096
-    max_connections: int = 4096
-    request_s: float = 600.0
-    read_s: float = 20.0
-    write_s: float = 30.0
-    keep_alive_s: float = 30.0
-    max_engine_errors: int = 3
+    max_body_bytes: int = _limit(4 * 2**20, "bytes of a request")
+    max_json_depth: int = _limit(64, "nested arrays and objects of a request")
+    max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: --max-model-len)")
+    max_output_tokens: int | None = _limit(None, "value of max_tokens (default: --max-model-len)")
+    max_requests: int = _limit(1024, "unfinished requests, running and waiting; more get the status 429")
+    max_waiting: int = _limit(512, "unfinished requests without a token; more get the status 429")
+    max_outputs: int = _limit(16, "number of prompts of a request times n")
+    max_stops: int = _limit(128, "entries of each of stop, bad_words and tools")
+    max_token_entries: int = _limit(1024, "entries of each of logit_bias, stop_token_ids and allowed_token_ids")
+    max_grammar_bytes: int = _limit(2**17, "bytes of a JSON schema, regular expression or grammar")
+    max_unread_tokens: int = _limit(4096, "generated tokens of a stream that the client has not read")
+    max_connections: int = _limit(4096, "open connections")
+    request_s: float = _limit(600.0, "seconds from the arrival of a request to the end of its response")
+    read_s: float = _limit(20.0, "seconds in which the header of a request must arrive, and then its body")
+    write_s: float = _limit(30.0, "seconds in which a client must read a part of a response")
+    keep_alive_s: float = _limit(30.0, "seconds until the next request on a connection")
+    max_engine_errors: int = _limit(3, "failed steps in succession after which the server exits")
 
 
 class ApiError(Exception):

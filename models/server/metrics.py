@@ -70,27 +70,10 @@ class Histogram:
 
 
 class Metrics:
-    """Metrics of one server. All methods run on the event loop.
-
-    Attributes:
-      running: `pallas_attn_num_requests_running`, requests that have received a token and have not ended.
-      waiting: `pallas_attn_num_requests_waiting`, accepted requests without a token.
-      prompt_tokens: `pallas_attn_prompt_tokens_total`.
-      cached_tokens: `pallas_attn_prefix_cache_hits_total`, prompt tokens that were found in the prefix cache.
-      queried_tokens: `pallas_attn_prefix_cache_queries_total`, prompt tokens of requests that have ended.
-      generation_tokens: `pallas_attn_generation_tokens_total`.
-      finished: `pallas_attn_request_success_total` with the label `finished_reason`: stop, length, abort or error.
-      responses: `pallas_attn_http_requests_total` with the labels `path` and `status`.
-      engine_errors: `pallas_attn_engine_errors_total`, steps that raised an exception.
-      latency: `pallas_attn_e2e_request_latency_seconds`, from the arrival to the last token.
-      first_token: `pallas_attn_time_to_first_token_seconds`, from the arrival to the first token.
-      between_tokens: `pallas_attn_inter_token_latency_seconds`.
-
-    Further gauges: `pallas_attn_kv_cache_usage_perc` (0 to 1, as in vLLM), `pallas_attn_prefix_cache_hit_rate`
-    (0 to 1), `pallas_attn_num_gpu_blocks`, `pallas_attn_num_preemptions`, `pallas_attn_engine_steps`.
+    """Metrics of one server, with the names of docs/server.md. All methods run on the event loop.
 
     Args:
-      model: value of the label `model_name` of all metrics but `responses`.
+      model: value of the label `model_name` of all metrics but `http_requests`.
     """
 
     def __init__(self, model: str):

@@ -120,7 +120,6 @@ class Preparer:
         if echoes_only:
             request.max_tokens = 1
         structured = protocol.structured_outputs(request, self._limits)
-        prompt_logprobs = request.logprobs if request.echo else None
         prompts, texts, first_tokens = [], [], []
         for prompt in given:
             if isinstance(prompt, str):
@@ -130,17 +129,9 @@ class Preparer:
                 ids = prompt
             if request.echo:
                 texts.append(prompt if isinstance(prompt, str) else self._decode(ids))
-            if prompt_logprobs is not None:
-                first_tokens.append(self._decode(ids[:1]))
-            params = self._params(
-                request,
-                ids,
-                logprobs=request.logprobs,
-                prompt_logprobs=request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
-                structured=structured,
-                skip_special_tokens=True,
-            )
-            prompts.append(self._prepared(ids, params))
+                if request.logprobs is not None:
+                    first_tokens.append(self._decode(ids[:1]))
+            prompts.append(self._prepared(request, ids, structured))
         return CompletionWork(request, prompts, texts, echoes_only, first_tokens)
 
     def chat(self, body: bytes) -> ChatWork:
@@ -167,14 +158,8 @@ class Preparer:
         elif choice.forced or structured is not None:
             structured = self._grammar(request, choice, structured, text)
         is_parsed = families.reasoning is not None or (bool(choice.tools) and families.tool_calls is not None)
-        params = self._params(
-            request,
-            ids,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            prompt_logprobs=request.prompt_logprobs,
-            structured=structured,
-            skip_special_tokens=not is_parsed,  # parsers need the special tokens, and remove them
-        )
+        # Parsers need the special tokens, and remove them.
+        prompt = self._prepared(request, ids, structured, skip_special_tokens=not is_parsed)
 
         def parsers() -> tuple[ReasoningParser, ToolCallParser]:
             if choice.forced and families.tool_calls is None:
@@ -184,7 +169,7 @@ class Preparer:
                 return reasoning_parser(None), tool_call_parser(None)
             return reasoning_parser(families.reasoning, text), tool_call_parser(families.tool_calls, choice.tools)
 
-        return ChatWork(request, [self._prepared(ids, params)], choice, parsers)
+        return ChatWork(request, [prompt], choice, parsers)
 
     def _grammar(
         self, request: ChatRequest, choice: ToolChoice, structured: StructuredOutputs | None, text: str
@@ -235,11 +220,23 @@ class Preparer:
             limit = self._limits.max_outputs
             raise ApiError(f"n: expected 1 to {limit} outputs of all prompts, got {number}", param="n")
 
-    def _params(self, request: protocol.GenerationRequest, ids: Sequence[int], **options: Any) -> Any:
-        options |= {"limits": self._limits, "max_len": self.max_len, "defaults": self._defaults}
-        return protocol.sampling_params(request, len(ids), **options)
-
-    def _prepared(self, ids: Sequence[int], params: Any) -> PreparedPrompt:
+    def _prepared(
+        self,
+        request: CompletionRequest | ChatRequest,
+        ids: Sequence[int],
+        structured: StructuredOutputs | None,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> PreparedPrompt:
+        params = protocol.sampling_params(
+            request,
+            len(ids),
+            limits=self._limits,
+            max_len=self.max_len,
+            defaults=self._defaults,
+            structured=structured,
+            skip_special_tokens=skip_special_tokens,
+        )
         if not ids:
             raise ApiError("prompt: expected at least one token", param="prompt")
         with as_api_error():

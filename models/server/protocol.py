@@ -11,7 +11,7 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,11 +22,10 @@ from pallas_attn.models.server.limits import ApiError, ServerLimits, check_depth
 IGNORED = frozenset(
     (
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("store", "best_of", "modalities", "function_call", "functions", "use_beam_search", "length_penalty"),
-        *("priority", "continue_final_message", "spaces_between_special_tokens", "parallel_tool_calls"),
+        "parallel_tool_calls",  # of completions
     )
 )
-"""Fields of OpenAI and vLLM without effect. `REFUSED` limits the values of some."""
+"""Fields of OpenAI without effect."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "the server generates text only"),
@@ -94,6 +93,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Whether the last event of a stream has the numbers of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Requested maximum number of output tokens; None for the default."""
+        return self.max_tokens
+
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of /v1/completions."""
@@ -102,6 +106,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool = False
     add_special_tokens: bool = True
     logprobs: int | None = None
+
+    def logprob_params(self) -> dict[str, int | None]:
+        """Return the sampling parameters of log probabilities."""
+        of_prompt = self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
+        return {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -119,6 +128,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """As in `GenerationRequest`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def logprob_params(self) -> dict[str, int | None]:
+        """Return the sampling parameters of log probabilities."""
+        return {
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -176,15 +197,21 @@ def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLim
         raise ApiError(f"{param or 'request'}: {error}", param=param) from error
 
 
+_COPIED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "logit_bias"),
+    *("stop", "bad_words", "stop_token_ids"),
+)
+"""Fields with the name of the sampling parameter that they set."""
+
+
 def sampling_params(
-    request: GenerationRequest,
+    request: CompletionRequest | ChatRequest,
     num_prompt_tokens: int,
     *,
     limits: ServerLimits,
     max_len: int,
     defaults: Mapping[str, Any],
-    logprobs: int | None,
-    prompt_logprobs: int | None,
     structured: StructuredOutputs | None,
     skip_special_tokens: bool,
 ) -> SamplingParams:
@@ -196,18 +223,37 @@ def sampling_params(
       limits: limits of the server.
       max_len: maximum number of tokens of a sequence, prompt and output.
       defaults: sampling parameters of the model, by name. They replace OpenAI's defaults.
-      logprobs: number of likeliest tokens whose log probabilities are returned; None for no log probabilities.
-      prompt_logprobs: the same for the tokens of the prompt.
       structured: format of the output.
       skip_special_tokens: default of the field of this name.
 
     Raises:
       ApiError: a value is out of range.
     """
-    wanted, is_chat = request.max_tokens, isinstance(request, ChatRequest)
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        wanted = request.max_completion_tokens
-    room = max_len - num_prompt_tokens
+    wanted = _wanted_tokens(request, num_prompt_tokens, limits, max_len)
+    max_tokens = min(wanted, max_len - num_prompt_tokens)
+    given = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
+    if isinstance(request.stop, str):
+        given["stop"] = [request.stop]
+    for name in given.keys() & {"stop", "bad_words"}:
+        _check_entries(name, given[name], limits.max_stops)
+    for name in given.keys() & {"stop_token_ids", "allowed_token_ids", "logit_bias"}:
+        _check_entries(name, given[name], limits.max_token_entries)
+    if "logit_bias" in given:
+        try:
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        except ValueError as error:
+            raise ApiError("logit_bias: expected token ids as keys", param="logit_bias") from error
+    given["min_tokens"] = min(request.min_tokens, max_tokens) if request.min_tokens <= wanted else request.min_tokens
+    given["seed"] = random.getrandbits(32) if request.seed is None else request.seed % 2**32
+    values: dict[str, Any] = {"temperature": 1.0, "skip_special_tokens": skip_special_tokens, **defaults, **given}
+    values |= {"max_tokens": max_tokens, "structured_outputs": structured, **request.logprob_params()}
+    with as_api_error():
+        return SamplingParams(**values)
+
+
+def _wanted_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ServerLimits, max_len: int) -> int:
+    """Return the requested number of output tokens or its default. Raise ApiError if it or the prompt is too long."""
+    is_chat = isinstance(request, ChatRequest)
     most = min(max_len - 1, limits.max_prompt_tokens or max_len)
     if num_prompt_tokens > most:
         raise ApiError(
@@ -216,47 +262,12 @@ def sampling_params(
             param="messages" if is_chat else "prompt",
             code="context_length_exceeded",
         )
-    limit = limits.max_output_tokens or max_len
+    limit, wanted = limits.max_output_tokens or max_len, request.wanted_tokens
     if wanted is None:
-        wanted = min(room if is_chat else 16, limit)
-    elif wanted > limit:
+        return min(max_len - num_prompt_tokens if is_chat else 16, limit)
+    if wanted > limit:
         raise ApiError(f"max_tokens: expected at most {limit}, got {wanted}", param="max_tokens")
-    max_tokens = min(wanted, room)
-
-    def value(name: str, default: float) -> Any:
-        given = getattr(request, name)
-        return defaults.get(name, default) if given is None else given
-
-    seed = random.getrandbits(32) if request.seed is None else request.seed % 2**32
-    with as_api_error():
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=value("temperature", 1.0),
-            top_p=value("top_p", 1.0),
-            top_k=value("top_k", 0),
-            min_p=value("min_p", 0.0),
-            repetition_penalty=value("repetition_penalty", 1.0),
-            presence_penalty=value("presence_penalty", 0.0),
-            frequency_penalty=value("frequency_penalty", 0.0),
-            seed=seed,
-            n=request.n,
-            min_tokens=min(request.min_tokens, max_tokens) if request.min_tokens <= wanted else request.min_tokens,
-            stop=_bounded("stop", [request.stop] if isinstance(request.stop, str) else request.stop, limits.max_stops),
-            bad_words=_bounded("bad_words", request.bad_words, limits.max_stops),
-            stop_token_ids=_bounded("stop_token_ids", request.stop_token_ids, limits.max_token_entries),
-            allowed_token_ids=None
-            if request.allowed_token_ids is None
-            else _bounded("allowed_token_ids", request.allowed_token_ids, limits.max_token_entries),
-            logit_bias=_logit_bias(request.logit_bias, limits.max_token_entries),
-            ignore_eos=request.ignore_eos,
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            skip_special_tokens=skip_special_tokens
-            if request.skip_special_tokens is None
-            else request.skip_special_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            structured_outputs=structured,
-        )
+    return wanted
 
 
 @contextlib.contextmanager
@@ -274,18 +285,14 @@ def of_engine(error: Exception) -> ApiError:
     return ApiError(str(error), param=match[0] if match and match[0] in _PARAMETERS else None)
 
 
-def _bounded(name: str, entries: Sequence[Any] | None, limit: int) -> Sequence[Any]:
-    if entries is not None and len(entries) > limit:
+def _check_entries(name: str, entries: Collection[Any], limit: int) -> None:
+    if len(entries) > limit:
         raise ApiError(f"{name}: expected at most {limit} entries, got {len(entries)}", param=name)
-    return entries or ()
 
 
-def _logit_bias(given: Mapping[str, float] | None, limit: int) -> dict[int, float]:
-    _bounded("logit_bias", [*(given or ())], limit)
-    try:
-        return {int(token): bias for token, bias in (given or {}).items()}
-    except ValueError as error:
-        raise ApiError("logit_bias: expected token ids as keys", param="logit_bias") from error
+def _check_bytes(name: str, value: Any, limits: ServerLimits) -> None:
+    if (size := len(json.dumps(value))) > limits.max_grammar_bytes:
+        raise ApiError(f"{name}: expected at most {limits.max_grammar_bytes} bytes, got {size}", param=name)
 
 
 def structured_outputs(request: GenerationRequest, limits: ServerLimits) -> StructuredOutputs | None:
@@ -309,8 +316,7 @@ def structured_outputs(request: GenerationRequest, limits: ServerLimits) -> Stru
     if len(given) > 1:
         raise ApiError(f"{', '.join(given)}: expected one format of the output", param=next(iter(given)))
     ((param, (kind, value)),) = given.items()
-    if (size := len(json.dumps(value))) > limits.max_grammar_bytes:
-        raise ApiError(f"{param}: expected at most {limits.max_grammar_bytes} bytes, got {size}", param=param)
+    _check_bytes(param, value, limits)
     try:
         return StructuredOutputs(**{kind: value})
     except ValueError as error:
@@ -354,9 +360,9 @@ def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
     Raises:
       ApiError: a tool or the choice is not valid.
     """
-    tools, choice = list(_bounded("tools", request.tools, limits.max_stops)), request.tool_choice
-    if (size := len(json.dumps(tools))) > limits.max_grammar_bytes:
-        raise ApiError(f"tools: expected at most {limits.max_grammar_bytes} bytes, got {size}", param="tools")
+    tools, choice = request.tools or [], request.tool_choice
+    _check_entries("tools", tools, limits.max_stops)
+    _check_bytes("tools", tools, limits)
     schemas: dict[str, Any] = {}
     for i, tool in enumerate(tools):
         match tool:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pallas_attn.models.llm import Delta
-from pallas_attn.models.llm.results import TokenLogprobTable
+from pallas_attn.models.llm.results import Logprob, TokenLogprobTable
 from pallas_attn.models.server.engine_thread import Part
 from pallas_attn.models.server.limits import ApiError
 from pallas_attn.models.server.prepare import ChatWork, CompletionWork
@@ -95,10 +95,17 @@ class Reply:
         self._cached_tokens += part.cached_tokens
         return self.choice(part)
 
-    def _ending(self, delta: Delta) -> dict[str, Any]:
-        """Return the entries of a choice that depend on the tokens and the end of an output."""
-        ids = {"token_ids": delta.token_ids} if self._work.request.return_token_ids else {}
-        return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **ids}
+    def _ending(self, part: Part, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """Return the entries of a choice after its text. `delta` is what the choice shows of a part."""
+        request = self._work.request
+        ending: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if request.return_token_ids:
+            ending["token_ids"] = delta.token_ids
+            if is_first:
+                ending["prompt_token_ids"] = [*self._work.prompts[part.prompt].ids]
+        if part.prompt_logprobs is not None and request.prompt_logprobs is not None:
+            ending["prompt_logprobs"] = _shown_prompt_logprobs(part.prompt_logprobs)
+        return ending
 
 
 def check_output(delta: Delta) -> None:
@@ -163,33 +170,21 @@ class CompletionReply(Reply):
         first = work.first_tokens[part.prompt] if work.first_tokens else ""
         logprobs = None if all_tables is None else self._logprobs(ids, all_tables, offset, first)
         self._offsets[index] += len(text) if logprobs is None else sum(map(len, logprobs["tokens"]))
-        choice = {"index": index, "text": text, "logprobs": logprobs, **self._ending(delta)}
-        if is_first and work.request.return_token_ids:
-            choice["prompt_token_ids"] = [*work.prompts[part.prompt].ids]
-        if part.prompt_logprobs is not None and work.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
-        return choice
+        return {"index": index, "text": text, "logprobs": logprobs, **self._ending(part, delta, is_first)}
 
     def _logprobs(
         self, ids: Sequence[int], tables: Sequence[TokenLogprobTable | None], offset: int, first: str
     ) -> dict[str, list[Any]]:
-        tokens, offsets = [], []
+        result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, table in zip(ids, tables, strict=True):
-            tokens.append(first if table is None else table[token].decoded_token)
-            offsets.append(offset)
-            offset += len(tokens[-1])
-        return {
-            "tokens": tokens,
-            "token_logprobs": [
-                None if table is None else _finite(table[token].logprob)
-                for token, table in zip(ids, tables, strict=True)
-            ],
-            "top_logprobs": [
-                None if table is None else {entry.decoded_token: _finite(entry.logprob) for entry in table.values()}
-                for table in tables
-            ],
-            "text_offset": offsets,
-        }
+            text, logprob, top = first, None, None
+            if table is not None:
+                text, logprob = table[token].decoded_token, _finite(table[token].logprob)
+                top = {entry.decoded_token: _finite(entry.logprob) for entry in table.values()}
+            for name, value in zip(result, (text, logprob, top, offset), strict=True):
+                result[name].append(value)
+            offset += len(text)
+        return result
 
 
 class ChatReply(Reply):
@@ -209,7 +204,7 @@ class ChatReply(Reply):
         if is_first:
             self._parsers[index] = work.parsers()
         message = self._message(index, delta.text, is_last=delta.finish_reason is not None)
-        ending = self._ending(delta)
+        ending = self._ending(part, delta, is_first)
         if index in self._called and delta.finish_reason == "stop" and work.choice.forced in ("", "required"):
             ending["finish_reason"] = "tool_calls"
         logprobs = None if delta.logprobs is None else {"content": self._logprobs(delta)}
@@ -217,12 +212,7 @@ class ChatReply(Reply):
             message = {"role": "assistant", "content": "", **message}
         elif not (message or logprobs or delta.finish_reason or work.request.return_token_ids):
             return None
-        choice = {"index": index, "delta": message, "logprobs": logprobs, **ending}
-        if is_first and work.request.return_token_ids:
-            choice["prompt_token_ids"] = [*work.prompts[0].ids]
-        if part.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = shown_prompt_logprobs(part.prompt_logprobs)
-        return choice
+        return {"index": index, "delta": message, "logprobs": logprobs, **ending}
 
     def _message(self, index: int, text: str, *, is_last: bool) -> dict[str, Any]:
         """Return the parts of the message that are certain after a further text of the output."""
@@ -253,10 +243,8 @@ class ChatReply(Reply):
         most = self._chat.request.top_logprobs or 0
         return [
             {
-                **_logprob(*_entry(table, token)),
-                "top_logprobs": [
-                    _logprob(entry.decoded_token, entry.logprob) for entry in table.values() if entry.rank <= most
-                ],
+                **_logprob(table[token]),
+                "top_logprobs": [_logprob(entry) for entry in table.values() if entry.rank <= most],
             }
             for token, table in zip(delta.token_ids, delta.logprobs or (), strict=True)
         ]
@@ -275,12 +263,9 @@ class ChatReply(Reply):
         return {**choice, "message": message}
 
 
-def _entry(table: TokenLogprobTable, token: int) -> tuple[str, float]:
-    return table[token].decoded_token, table[token].logprob
-
-
-def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": [*text.encode()]}
+def _logprob(entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token
+    return {"token": text, "logprob": _finite(entry.logprob), "bytes": [*text.encode()]}
 
 
 def _finite(logprob: float) -> float:
@@ -288,7 +273,7 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def shown_prompt_logprobs(tables: Sequence[TokenLogprobTable | None]) -> list[dict[str, Any] | None]:
+def _shown_prompt_logprobs(tables: Sequence[TokenLogprobTable | None]) -> list[dict[str, Any] | None]:
     """Return log probabilities of a prompt in vLLM's form: by token id as text."""
     return [
         None

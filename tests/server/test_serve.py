@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -32,7 +33,9 @@ def test_help_has_80_columns_and_all_limits(capsys: pytest.CaptureFixture[str]) 
         serve.main(["--help"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
-    assert {serve._field(flag) for flag in serve._LIMITS} == set(ServerLimits.__dataclass_fields__)
+    options = vars(serve.parse_options(["m"]))
+    assert {field: options[field] for field in ServerLimits.__dataclass_fields__} == dataclasses.asdict(ServerLimits())
+    assert {"--max-body-bytes", "--request-timeout", "--keep-alive-timeout"} <= {*printed.split()}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -31,7 +29,7 @@ from pallas_attn.models.cli.command_line import (
 )
 from pallas_attn.models.cli.decode.answers import Output, Streamed, print_answers
 from pallas_attn.models.cli.decode.chat import Chat
-from pallas_attn.models.cli.decode.options import PROG, parse_options
+from pallas_attn.models.cli.decode.options import PROG, attention_settings, parse_options
 from pallas_attn.models.cli.decode.plot import plot_run
 from pallas_attn.models.cli.decode.progress import Display
 from pallas_attn.models.cli.decode.report import (
@@ -50,13 +48,13 @@ from pallas_attn.models.cli.mesh import mesh_of
 from pallas_attn.models.cli.model import dtype_of, implementations, load, name_of, read_config
 from pallas_attn.models.cli.model_options import enable_compilation_cache
 from pallas_attn.models.cli.output_files import is_replaced
+from pallas_attn.models.cli.prefix_cache import load_prefixes, save_prefixes
 from pallas_attn.models.cli.processes import Joined, writes
 from pallas_attn.models.cli.prompts import demo_ids, demo_texts, encode_texts, read_prompts
 from pallas_attn.models.cli.speculate import announce_module, make_speculation
 from pallas_attn.models.config import ModelConfig
-from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, device_part
+from pallas_attn.models.decoder import Decoder, StepSizes, device_part
 from pallas_attn.models.engine import (
-    CachedPages,
     Decoded,
     Engine,
     EngineConfig,
@@ -114,13 +112,13 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         sizes = dataclasses.replace(engine_config(options, config, lengths), mesh=mesh)
         implementation = implementations(
             device_part(config, mesh),
-            _settings(options),
+            attention_settings(options),
             _largest_step(options, sizes, config),
             dtype_of(options, config),
         )
         with display.doing("loading the model"):
             began = time.perf_counter()
-            model = load(options, config, _settings(options), mesh)
+            model = load(options, config, attention_settings(options), mesh)
             loading = Loading(time.perf_counter() - began, peak_host_bytes())
             sizes = dataclasses.replace(sizes, speculate=make_speculation(options, model, len(lengths)))
     engine = _engine(options, model, sizes, prompts, display, processes)
@@ -275,16 +273,6 @@ def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: Mode
     return dataclasses.replace(largest, kv_scales=kv_scales, page_size=max(largest.page_size // contexts, 1))
 
 
-def _settings(options: argparse.Namespace) -> AttentionSettings:
-    """Return the attention settings of the options."""
-    return AttentionSettings(
-        mla=options.mla,
-        implementation=options.implementation,
-        index_topk=options.index_topk,
-        batch_invariant=options.batch_invariant,
-    )
-
-
 def _engine(
     options: argparse.Namespace,
     model: Decoder,
@@ -304,8 +292,8 @@ def _engine(
     """
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None, processes=processes)
-    if options.prefix_cache is not None and os.path.lexists(options.prefix_cache):
-        _find_prefixes(engine, options.prefix_cache)
+    if options.prefix_cache is not None:
+        load_prefixes(engine, options.prefix_cache)
     for i, prompt in enumerate(prompts):
         with as_usage_error(ValueError, prefix=f"prompt {i}: "):
             engine.add_request(prompt, options.params, request_id=i)
@@ -328,18 +316,6 @@ def _engine(
         )
         processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in shared))
     return engine
-
-
-def _find_prefixes(engine: Engine, path: Path) -> None:
-    """Load the pages of a --prefix-cache file into the engine's prefix cache. Raise UsageError if this is not
-    possible."""
-    with (
-        as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
-        as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
-    ):
-        if not path.is_file():
-            raise ValueError("not a regular file")
-        engine.import_pages(CachedPages.from_bytes(path.read_bytes()))
 
 
 def _drive(
@@ -412,10 +388,8 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
         with failures.recording(), writing("--dump-logits", options.dump_logits) as file:
             np.savez(file, allow_pickle=False, **logits)
     if options.prefix_cache is not None:
-        with failures.recording(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
-            pages = engine.export_prefix_cache().to_bytes()
-            with writing("--prefix-cache", options.prefix_cache, private=True) as file:  # has tokens and salts
-                file.write(pages)
+        with failures.recording():
+            save_prefixes(engine, options.prefix_cache)
     if options.plot is not None:
         with failures.recording(), writing("--plot", options.plot) as file:
             plot_run(file, report)

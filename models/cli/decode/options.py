@@ -21,6 +21,7 @@ from pallas_attn.models.cli.model_options import (
 )
 from pallas_attn.models.cli.processes import add_processes, check_processes
 from pallas_attn.models.cli.speculate import add_speculate, parse_speculate
+from pallas_attn.models.decoder import AttentionSettings
 from pallas_attn.models.engine import SamplingParams
 
 PROG = "run_decode"
@@ -168,7 +169,12 @@ def _parser(prog: str) -> Parser:
     )
     add_compilation_cache(parser.add_argument_group("compilation"))
     add_engine(parser.add_argument_group("engine"), DEFAULT_SIZES)
-    _add_buckets(parser.add_argument_group("batch shapes", "one program is compiled for each shape"))
+    add_buckets(
+        parser.add_argument_group("batch shapes", "one program is compiled for each shape"),
+        decode_default="only --max-num-seqs if it is at most 64, else 64, 256, ... (factor 4) up to it",
+        prefill_default="only --max-batched-tokens; 32, 128, 512, ... (factor 4) up to it if many requests wait for"
+        " others",
+    )
     add_mesh(parser.add_argument_group("several devices"))
     add_processes(parser.add_argument_group("several processes", "all with the same options except --process-id"))
     return parser
@@ -295,20 +301,21 @@ def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str])
     add_speculate(group)
 
 
-def _add_buckets(group: argparse._ArgumentGroup) -> None:
+def add_buckets(group: argparse._ArgumentGroup, *, decode_default: str, prefill_default: str) -> None:
+    """Add the options of the shapes of steps. The texts describe the defaults."""
     group.add_argument(
         "--decode-buckets",
         type=sizes,
         metavar="N[,N...]",
-        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs (default: only"
-        " --max-num-seqs if it is at most 64, else 64, 256, ... (factor 4) up to it)",
+        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs"
+        f" (default: {decode_default})",
     )
     group.add_argument(
         "--prefill-buckets",
         type=sizes,
         metavar="N[,N...]",
-        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens (default: only"
-        " --max-batched-tokens; 32, 128, 512, ... (factor 4) up to it if many requests wait for others)",
+        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens"
+        f" (default: {prefill_default})",
     )
 
 
@@ -358,6 +365,16 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plot", type=Path, metavar="OUT.png", help="plot of steps, pages and latencies")
     group.add_argument("--profile", type=Path, metavar="DIR", help="a jax.profiler trace of the run")
     group.add_argument("--no-progress", action="store_true", help="no progress of compilation and decoding")
+
+
+def attention_settings(options: argparse.Namespace) -> AttentionSettings:
+    """Return the settings of `add_attention`."""
+    return AttentionSettings(
+        mla=options.mla,
+        implementation=options.implementation,
+        index_topk=options.index_topk,
+        batch_invariant=options.batch_invariant,
+    )
 
 
 def sizes(given: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from pallas_attn.models.checkpoints import load_kv_scales
 from pallas_attn.models.cli.command_line import as_usage_error
@@ -58,21 +59,12 @@ def engine_config(options: argparse.Namespace, config: ModelConfig, prompt_lens:
         num_pages = rounded_up(sum(-(-length // options.page_size) for length in most))
     sizes = EngineConfig(
         num_pages=num_pages,
-        page_size=options.page_size,
         max_batched_tokens=num_tokens,
         max_num_seqs=num_seqs,
-        max_prefill_seqs=options.max_prefill_seqs,
         max_model_len=options.max_model_len,
-        chunked_prefill=options.chunked_prefill,
-        prefix_caching=options.prefix_caching,
-        recycling=options.recycling,
-        cache_dtype=options.kv_dtype,
-        kv_scales=read_kv_scales(options),
-        decode_buckets=options.decode_buckets,
-        prefill_buckets=options.prefill_buckets,
         separate_prefill=False,
-        batch_invariant=options.batch_invariant,
         history=None,
+        **engine_fields(options),
     )
     if options.batch_invariant:
         return sizes
@@ -86,6 +78,13 @@ def engine_config(options: argparse.Namespace, config: ModelConfig, prompt_lens:
         buckets = (num_tokens,) if padding <= MAX_PADDING else _powers(4, 32, num_tokens)
         sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=buckets)
     return sizes
+
+
+def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `EngineConfig` that options set directly. Raise UsageError if --kv-scales is wrong."""
+    names = ("page_size", "max_prefill_seqs", "chunked_prefill", "prefix_caching", "recycling", "decode_buckets")
+    given = {name: getattr(options, name) for name in (*names, "prefill_buckets", "batch_invariant")}
+    return {**given, "cache_dtype": options.kv_dtype, "kv_scales": _read_kv_scales(options)}
 
 
 def rounded_up(number: int) -> int:
@@ -104,7 +103,7 @@ def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def read_kv_scales(options: argparse.Namespace) -> KVScales | None:
+def _read_kv_scales(options: argparse.Namespace) -> KVScales | None:
     """Read the file of --kv-scales; None without the option. Raise UsageError if this is not possible."""
     if options.kv_scales is None:
         return None
