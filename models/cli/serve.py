@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import ipaddress
 import logging
 import os
 import socket
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         failure = asyncio.run(_serve(server, listener, lambda: _say_address(options, listener)))
     if failure is not None:
         print(f"{options.prog}: error: {failure}", file=sys.stderr, flush=True)
-    if server.engine is not None and server.engine.is_alive:  # a step or the compilation has not ended
+    if server.engine is not None and server.engine.thread_runs():  # a step or the compilation has not ended
         os._exit(FAILED if failure is not None else 0)
     return FAILED if failure is not None else 0
 
@@ -150,6 +151,7 @@ def _server(options: argparse.Namespace) -> Server:
         families=families,
         api_keys=options.api_keys,
         allowed_origins=options.allow_origin,
+        allowed_hosts=options.allowed_host if options.allowed_host or _is_loopback(options.host) else None,
         grace_s=options.grace,
         defaults=defaults,
         access_log=options.access_log,
@@ -326,6 +328,14 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="allow web pages of this origin to use the server (CORS); may be repeated (default: none)",
     )
     group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="accept requests to this name, besides localhost and IP addresses (header Host); may be repeated (default:"
+        " none if --host is a loopback address, otherwise any name)",
+    )
+    group.add_argument(
         "--grace",
         type=float,
         default=30.0,
@@ -361,6 +371,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
             metavar="S" if is_time else "N",
             help=field.metadata["help"] + default,
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

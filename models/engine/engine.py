@@ -64,6 +64,7 @@ from pallas_attn.models.engine.request import (
     Request,
     SamplingParams,
     TokenFilter,
+    TokenLogprobs,
     as_integers,
 )
 from pallas_attn.models.engine.runner import OnCompiled, Runner
@@ -410,6 +411,15 @@ class Engine:
           ValueError: no such request.
         """
         return self._find(request_id).output()
+
+    def output_logprobs(self, request_id: RequestId, first: int, end: int) -> Sequence[TokenLogprobs]:
+        """Return log probabilities of the output tokens from `first` to `end`, without a copy of all others; empty
+        without `SamplingParams.logprobs`.
+
+        Raises:
+          ValueError: no such request.
+        """
+        return self._find(request_id).request.logprobs[first:end]
 
     def has_ended(self, request_id: RequestId) -> bool:
         """Whether a request has ended, for example because it was aborted.

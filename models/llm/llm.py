@@ -557,7 +557,7 @@ class LLM:
             return (sequence.result.logprobs or ())[first:end]
         if sequence.request_id not in self._open:
             return ()
-        return self.engine._find(sequence.request_id).request.logprobs[first:end]
+        return self.engine.output_logprobs(sequence.request_id, first, end)
 
     def _completion(self, index: int, sequence: _Sequence, result: RequestOutput | None) -> Completion:
         text = sequence.text

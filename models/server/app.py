@@ -17,8 +17,9 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import ipaddress
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Api:
       limits: limits of the server.
       metrics: metrics of the server.
       api_keys: accepted API keys; empty if requests need no key.
+      allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Api:
         limits: ServerLimits,
         metrics: Metrics,
         api_keys: Sequence[str] = (),
+        allowed_hosts: Sequence[str] | None = None,
     ):
         self.is_stopping = False
+        self._hosts = None if allowed_hosts is None else {name.lower() for name in allowed_hosts}
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self._preparer, self._workers, self._names = preparer, workers, names
         self._keys = [key.encode() for key in api_keys]
@@ -119,12 +123,16 @@ class Api:
             return app
         return CORSMiddleware(app, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
-    def check(self, path: str, authorization: str) -> str:
+    def check(self, path: str, headers: Mapping[bytes, bytes]) -> str:
         """Check whether a request is accepted. Return the salt of its API key.
 
         Raises:
-          ApiError: a wrong API key, or the server stops.
+          ApiError: a wrong Host or API key, or the server stops.
         """
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._hosts is not None and host and not _is_local(host) and _name_of(host) not in self._hosts:
+            raise ApiError(f"Host: {host!r:.100} is not allowed; see --allowed-host", 403, code="host_not_allowed")
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
         if not path.startswith(("/v1/", "/tokenize", "/detokenize")):
             return ""
         scheme, _, given = authorization.partition(" ")
@@ -290,8 +298,7 @@ class _Gate:
             await send(message)
 
         try:
-            authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-            scope.setdefault("state", {})["salt"] = self._api.check(scope["path"], authorization)
+            scope.setdefault("state", {})["salt"] = self._api.check(scope["path"], dict(scope["headers"]))
             await self._app(scope, receive, counted)
         except ApiError as error:
             await _on_error(Request(scope), error)(scope, receive, counted)
@@ -386,6 +393,23 @@ async def _unless_disconnected[Result](receive: Receive, work: Coroutine[Any, An
         for one in (task, watcher):
             one.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address of a header Host, without port."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a header Host has an IP address or localhost. Other names may be names of an attacker, who lets
+    them refer to this server, so that web pages of the name can read its responses (DNS rebinding)."""
+    name = _name_of(host)
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -172,8 +172,11 @@ class EngineThread:
         self._open: dict[ServedRequest, None] = {}  # unfinished, of the thread
         self._closing: list[Stream] = []
         self._errors, self._updated_s = 0, 0.0  # consecutive failed steps; time of `state`
+        self._step_began_s: float | None = None  # start of the current step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if limits.step_s is not None:
+            self._watch(limits.step_s)
 
     # --- event loop
 
@@ -181,6 +184,12 @@ class EngineThread:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive() and not self.ended.is_set()
+
+    def thread_runs(self) -> bool:
+        """Return whether the thread has not ended, for example because the device does not end a step. Wait a second
+        for the last instructions of the thread."""
+        self._thread.join(1.0)
+        return self._thread.is_alive()
 
     @property
     def num_unfinished(self) -> int:
@@ -247,7 +256,17 @@ class EngineThread:
                 self._metrics.finished("error")
             self._end(request, error)
 
+    def _watch(self, limit_s: float) -> None:
+        """Let the engine fail if a step takes too long. A step that waits for a hung device cannot be interrupted."""
+        began_s = self._step_began_s
+        if began_s is not None and time.perf_counter() - began_s > limit_s:
+            self._deliver_end(f"a step of the engine has not ended after {limit_s:g} s")
+        else:
+            self._loop.call_later(min(limit_s / 4, 1.0), self._watch, limit_s)
+
     def _deliver_end(self, failure: str | None) -> None:
+        if self.ended.is_set():  # `_watch` has reported the step
+            return
         self.failure = failure
         for request in [*self._requests]:
             self._end(request, ApiError(failure or "the server stops", 500 if failure else 503))
@@ -288,7 +307,11 @@ class EngineThread:
                     self._closing[-1].close()
                     self._closing.pop()
                 if self._llm.has_unfinished or self._llm.engine.has_unfinished:  # the last step may be in flight
-                    self._llm.step()
+                    self._step_began_s = time.perf_counter()
+                    try:
+                        self._llm.step()
+                    finally:
+                        self._step_began_s = None
                     self._errors = 0
             except Exception as error:  # noqa: BLE001  the engine continues after errors
                 self._errors += 1

@@ -32,6 +32,7 @@ class ServerLimits:
     read_s: float = _limit(20.0, "seconds in which the header of a request must arrive, and then its body")
     write_s: float = _limit(30.0, "seconds in which a client must read a part of a response")
     keep_alive_s: float = _limit(30.0, "seconds until the next request on a connection")
+    step_s: float | None = _limit(None, "seconds of a step of the engine after which the server exits (default: none)")
     max_engine_errors: int = _limit(3, "failed steps in succession after which the server exits")
 
 

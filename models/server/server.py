@@ -36,6 +36,7 @@ class ServerOptions:
       families: names of the parsers of reasoning and tool calls.
       api_keys: accepted API keys; empty if requests need no key.
       allowed_origins: origins of web pages that may read responses.
+      allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
       grace_s: seconds after `Server.stop` in which running requests may end.
       defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
       access_log: whether a line is logged for each request.
@@ -45,6 +46,7 @@ class ServerOptions:
     families: ParserNames
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] | None = None
     grace_s: float = 30.0
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     access_log: bool = False
@@ -97,7 +99,8 @@ class Server:
         self.engine = engine = EngineThread(self._llm, limits, metrics, self._at_end)
         preparer = Preparer(self._llm, self._tokenizers, options.names, limits, options.defaults, options.families)
         with concurrent.futures.ThreadPoolExecutor(max(len(self._tokenizers), 1), "prepare") as workers:
-            api = Api(engine, preparer, workers, options.names, limits, metrics, options.api_keys)
+            keys, hosts = options.api_keys, options.allowed_hosts
+            api = Api(engine, preparer, workers, options.names, limits, metrics, keys, hosts)
             config = uvicorn.Config(
                 api.app(options.allowed_origins),
                 http=_protocol(limits),

@@ -199,6 +199,18 @@ def test_logprobs_are_those_of_the_model():
         small.add_request(PROMPTS[0], SamplingParams(logprobs=21))
 
 
+def test_slices_of_log_probabilities():
+    small = engine("short of pages")
+    ids = [small.add_request(PROMPTS[0], SamplingParams(max_tokens=6, logprobs=number)) for number in (1, None)]
+    finish(small)
+    whole = small.output(ids[0]).logprobs
+    assert whole is not None
+    assert [*small.output_logprobs(ids[0], 2, 4)] == [*whole[2:4]]
+    assert [*small.output_logprobs(ids[1], 0, 4)] == []
+    with pytest.raises(ValueError, match="request_id: no request"):
+        small.output_logprobs("x", 0, 1)
+
+
 def test_request_without_allowed_tokens_ends():
     """Filter and allowed tokens exclude each other."""
 

@@ -231,6 +231,24 @@ def test_api_keys(folder: Path, llm: LLM) -> None:
                 assert server.openai(api_key=key).completions.create(model="tiny", **body).choices
 
 
+@pytest.mark.parametrize("allowed", [None, ["Model.Example"]])
+def test_host_header(folder: Path, llm: LLM, allowed: list[str] | None) -> None:
+    local = ("localhost:80", "a.localhost", "127.0.0.1", "[::1]:8000", "192.168.0.7:1", "LOCALHOST", "localhost.")
+    others = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[evil]", "a:b", "evillocalhost")
+    with serving(folder, llm=llm, allowed_hosts=allowed) as server, server.client() as client:
+        for path in ("/v1/models", "/", "/metrics"):
+            for host in (*local, "model.example", "model.example:443"):
+                assert client.get(path, headers={"Host": host}).status_code == 200
+            for host in others:
+                response = client.get(path, headers={"Host": host})
+                assert response.status_code == (200 if allowed is None else 403)
+        if allowed is not None:
+            assert response.json()["error"]["code"] == "host_not_allowed"
+        with server.connect() as raw:
+            raw.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            assert b" 200 " in raw.recv(2**16)
+
+
 def test_prefixes_are_shared_only_with_the_same_key_and_salt(folder: Path, llm: LLM) -> None:
     prompt = "a prompt of several pages that both keys use"
 
@@ -295,6 +313,26 @@ def test_repeated_failures_end_the_server(folder: Path, llm: LLM, steps: Steps) 
         assert complete(server).status_code == 500
         wait_for(lambda: server.result)
         assert server.result == ["the engine failed 2 times in succession: device lost"]
+
+
+def test_step_that_hangs_ends_the_server(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, {"step_s": 0.4}, llm=llm) as server:
+        steps.delay_s = 0.05
+        assert complete(server, max_tokens=20).status_code == 200  # many steps that together take longer
+        time.sleep(0.6)  # a wait for requests is no step
+        engine = server.server.engine
+        assert engine is not None
+        assert engine.is_alive
+        steps.delay_s = 3.0
+        response = complete(server)
+        assert (response.status_code, "has not ended after 0.4 s" in response.text) == (500, True)
+        assert not engine.is_alive
+        wait_for(lambda: server.result)
+        assert server.result == ["a step of the engine has not ended after 0.4 s"]
+        assert steps.delay_s == 3.0
+        assert engine.thread_runs()
+        wait_for(lambda: not engine.thread_runs())
+        assert engine.failure == server.result[0]
 
 
 def test_filter_that_raises_fails_and_does_not_block_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,18 @@ def test_keys_of_file_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         serve.parse_options(["m", "--api-key-file", str(tmp_path / "keys")])
 
 
+def test_names_of_the_header_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[Any]()
+    monkeypatch.setattr(serve, "ServerOptions", lambda **options: given.append(options["allowed_hosts"]))
+    monkeypatch.setattr(serve, "Server", lambda *arguments: None)
+    monkeypatch.setattr(serve, "load", lambda *arguments: None)
+    monkeypatch.setattr(serve, "make_speculation", lambda *arguments, **options: None)
+    monkeypatch.setattr(serve.LLM, "of_model", lambda *arguments, **options: None)
+    for argv in ((), ("--host", "::1"), ("--host", "0.0.0.0"), ("--host", "0.0.0.0", "--allowed-host", "a.example")):
+        serve._server(serve.parse_options([str(folder), "--text-workers", "1", *argv]))
+    assert given == [[], [], None, ["a.example"]]
+
+
 def serve_and(use: Callable[[str], None], folder: Path, *argv: str) -> int:
     """Run the command in this process. When the server is ready, call `use` with its address in a thread, then send
     SIGTERM. Return the exit status."""
@@ -185,18 +197,20 @@ def test_sampling_defaults_of_the_model(folder: Path, tmp_path: Path, capsys: py
 @pytest.mark.slow
 def test_process_ends_after_repeated_faults_and_after_a_signal(folder: Path, tmp_path: Path) -> None:
     faults = """
-import sys
+import sys, time
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.cli import serve
 def step(self): raise RuntimeError("device lost")
-if sys.argv.pop(1) == "faults": LLM.step = step
+def hang(self): time.sleep(1000)
+LLM.step = {"faults": step, "hang": hang, "none": LLM.step}[sys.argv.pop(1)]
 sys.exit(serve.main(sys.argv[1:]))
 """
-    for kind, wanted in (("faults", 3), ("none", 0)):
+    for kind, wanted in (("faults", 3), ("hang", 3), ("none", 0)):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         argv = [sys.executable, "-c", faults, kind, str(folder), "--port", str(port), *SIZES, "--grace", "0.5"]
+        argv += ["--step-timeout", "2"]
         with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             url, body = f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
             while process.poll() is None:
@@ -208,6 +222,8 @@ sys.exit(serve.main(sys.argv[1:]))
                 time.sleep(0.1)
             if kind == "faults":
                 assert [post(url, "/v1/completions", body).status_code for _ in range(3)] == [500] * 3
+            elif kind == "hang":
+                assert post(url, "/v1/completions", body).status_code == 500
             else:
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == wanted
@@ -215,3 +231,5 @@ sys.exit(serve.main(sys.argv[1:]))
             last = process.stderr.read().splitlines()[-1]
         if kind == "faults":
             assert last == "pallas-attn serve: error: the engine failed 3 times in succession: device lost"
+        if kind == "hang":
+            assert last == "pallas-attn serve: error: a step of the engine has not ended after 2 s"
