@@ -8,7 +8,17 @@ from typing import Literal, NamedTuple
 from pallas_attn.models.server.output_text import OutputParser, Steps
 
 type ReasoningFamily = Literal["think", "gpt_oss"]
-type ToolCallFamily = Literal["hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "glm", "gpt_oss"]
+type ToolCallFamily = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm",
+    "gpt_oss",
+]
 type Part = tuple[Literal["reasoning", "content"], str]
 
 THINK, END_THINK = "<think>", "</think>"
@@ -24,9 +34,10 @@ class ParserNames(NamedTuple):
     """Names of the parsers of a model; None for text without tool calls or reasoning.
 
     Attributes:
-      tool_calls: "hermes": JSON in <tool_call> tags, as Qwen3. "llama3_json": a JSON object, as Llama 3.
-        "deepseek_v3": DeepSeek V3 and R1. "deepseek_v31": DeepSeek V3.1. "glm": GLM-4.5 and later. "gpt_oss": the
-        harmony format.
+      tool_calls: "hermes": JSON in <tool_call> tags, as Qwen3. "qwen3_coder": <function=...> and <parameter=...> tags.
+        "llama3_json": a JSON object, as Llama 3. "deepseek_v3": DeepSeek V3 and R1. "deepseek_v31": DeepSeek V3.1.
+        "deepseek_v32", "deepseek_v4": DSML tags in <｜DSML｜function_calls> or <｜DSML｜tool_calls>. "glm": GLM-4.5 and
+        later. "gpt_oss": the harmony format.
       reasoning: "think": text in <think> tags. "gpt_oss": the harmony format.
     """
 
@@ -44,7 +55,11 @@ def family_of(model_type: str, chat_template: str | None) -> ParserNames:
         return ParserNames("deepseek_v3" if "```json" in template else "deepseek_v31", reasoning)
     if "<arg_key>" in template:
         return ParserNames("glm", reasoning)
-    if "<tool_call>" in template and "<function=" not in template:  # <function=...> is an unsupported format
+    if "｜DSML｜" in template:
+        return ParserNames("deepseek_v32" if "function_calls>" in template else "deepseek_v4", reasoning)
+    if "<tool_call>" in template and "<parameter=" in template:
+        return ParserNames("qwen3_coder", reasoning)
+    if "<tool_call>" in template and "<function=" not in template:  # an unknown format
         return ParserNames("hermes", reasoning)
     if model_type == "llama" and "ipython" in template:
         return ParserNames("llama3_json", reasoning)

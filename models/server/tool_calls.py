@@ -17,6 +17,8 @@ type Tool = Mapping[str, Any]
 CALL, END_CALL, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
+DSML = "｜DSML｜"
 ARG_KEY, END_ARG_KEY, ARG_VALUE, END_ARG_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 _MAX_NAME = 256  # characters
@@ -162,6 +164,23 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
                 return None
             yield
 
+    def _read_value(self, end: str, is_string: bool) -> Steps[str | None]:
+        """Consume a value that is a text, or JSON without quotation marks for texts. Add it to the arguments.
+
+        Returns:
+          The marker `end` after the value; None at the end of the text.
+        """
+        parts: list[str] = []
+        if is_string:
+            self._argument('"')
+        marker = yield from self._read_until((end,), self._string_part if is_string else parts.append)
+        if marker is not None:
+            self._argument('"' if is_string else _as_json("".join(parts)))
+        return marker
+
+    def _string_part(self, text: str) -> None:
+        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
+
     def _is_function(self, name: str) -> bool:
         """Return whether a text can be the name of a called function. The client reports unknown functions to the
         model."""
@@ -296,7 +315,7 @@ class _GLM(ToolCallParser):
             key = "".join(parts)
             self._argument(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            end = yield from self._read_value(is_text(properties.get(key)))
+            end = yield from self._read_value(END_ARG_VALUE, is_text(properties.get(key)))
             if end is not None:
                 end = yield from self._read_until(self._markers(), self._content)
         if end == END_CALL:
@@ -304,18 +323,114 @@ class _GLM(ToolCallParser):
         else:
             self._rest = (end or "") + self._rest
 
-    def _read_value(self, is_string: bool) -> Steps[str | None]:
-        """Consume a value, and return the marker after it."""
+
+class _Elements(ToolCallParser):
+    """Base class for calls whose function and arguments are elements with tags:
+
+    function NAME end_name
+    parameter KEY end_name VALUE end_parameter      # for each argument
+    end_function
+    """
+
+    function = parameter = end_name = end_parameter = end_function = ""
+
+    def _read_elements(self) -> Steps[None]:
+        """Consume the rest of a call after `function`."""
+        name = yield from self._read_header()
+        if name is None:
+            return
+        self._start_call(name)
+        separator = "{"
+        while True:
+            yield from self._read_space()
+            if (yield from self._read_prefix(self.end_function)):
+                self._argument("{}" if separator == "{" else "}")
+                return
+            if not (yield from self._read_prefix(self.parameter)):
+                return
+            if (header := (yield from self._read_header())) is None:
+                return
+            key, is_string = self._key_of(name, header)
+            self._argument(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if (yield from self._read_value(self.end_parameter, is_string)) is None:
+                return
+
+    def _read_header(self) -> Steps[str | None]:
+        """Consume the text up to `end_name`. Return it; None if it cannot be a name, so that it is content."""
         parts: list[str] = []
-        if is_string:
-            self._argument('"')
-        end = yield from self._read_until((END_ARG_VALUE,), self._string_part if is_string else parts.append)
-        if end is not None:
-            self._argument('"' if is_string else _as_json("".join(parts)))
-        return end
+        end = yield from self._read_until((self.end_name, "\n", *self.ends), parts.append)
+        text = "".join(parts)
+        if end == self.end_name and self._is_function(text):
+            return text
+        self._content(text + ("\n" if end == "\n" else ""))
+        return None
+
+    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
+        """Return the key of an argument of a function, and whether its value is a text."""
+        raise NotImplementedError
+
+
+class _QwenCoder(_Elements):
+    """Calls in <tool_call>. A line break after the tag of a parameter and before its end does not belong to the value.
+    The chat template writes constants as Python does."""
+
+    ends = _Hermes.ends
+    function, parameter, end_name, end_parameter, end_function = FUNCTION, PARAMETER, ">", END_PARAMETER, END_FUNCTION
+
+    def _markers(self) -> tuple[str, ...]:
+        return CALL, END_CALL, *self.ends
+
+    def _read_call(self, marker: str) -> Steps[None]:
+        if marker != CALL:
+            return
+        space = yield from self._read_space()
+        if (yield from self._read_prefix(self.function)):
+            yield from self._read_elements()
+        else:
+            self._content(space)
+
+    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
+        properties = self._tools.get(name, {})
+        return header, header not in properties or is_text(properties[header])
+
+    def _read_value(self, end: str, is_string: bool) -> Steps[str | None]:
+        yield from self._read_prefix("\n")
+        if not is_string:
+            parts: list[str] = []
+            marker = yield from self._read_until((end,), parts.append)
+            if marker is not None:
+                text = "".join(parts).strip()
+                self._argument(_as_json({"True": "true", "False": "false", "None": "null"}.get(text, text)))
+            return marker
+        self._held = ""
+        return (yield from super()._read_value(end, is_string))
 
     def _string_part(self, text: str) -> None:
-        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""  # it is lost if the value ends here
+        if text := text.removesuffix("\n"):
+            super()._string_part(text)
+
+
+class _Dsml(_Elements):
+    """Calls of DeepSeek V3.2 and V4. An attribute of each parameter says whether its value is a text."""
+
+    ends = _DeepSeek.ends
+    function, end_function = f'<{DSML}invoke name="', f"</{DSML}invoke>"
+    parameter, end_parameter, end_name = f'<{DSML}parameter name="', f"</{DSML}parameter>", '">'
+
+    def _markers(self) -> tuple[str, ...]:
+        blocks = [f"{start}{DSML}{name}>" for start in ("<", "</") for name in ("function_calls", "tool_calls")]
+        return (self.function, *blocks, *self.ends)
+
+    def _read_call(self, marker: str) -> Steps[None]:
+        if marker == self.function:
+            yield from self._read_elements()
+
+    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
+        key, _, is_string = header.partition('" string="')
+        return key, is_string != "false"
 
 
 def properties_of(schema: Any) -> Mapping[str, Any]:
@@ -325,7 +440,7 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether GLM writes the values of a JSON schema without quotation marks."""
+    """Return whether GLM and others write the values of a JSON schema without quotation marks."""
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
@@ -393,9 +508,12 @@ def _is_header_word(word: str) -> bool:
 
 _PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": _Hermes,
+    "qwen3_coder": _QwenCoder,
     "llama3_json": _Llama,
     "deepseek_v3": _DeepSeek,
     "deepseek_v31": _DeepSeek,
+    "deepseek_v32": _Dsml,
+    "deepseek_v4": _Dsml,
     "glm": _GLM,
     "gpt_oss": _Harmony,
 }

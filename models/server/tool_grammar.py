@@ -31,9 +31,14 @@ from pallas_attn.models.server.tool_calls import (
     CALL_SEPARATOR,
     CALLS_BEGIN,
     CALLS_END,
+    DSML,
     END_ARG_KEY,
     END_ARG_VALUE,
     END_CALL,
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
     Tool,
     is_text,
     properties_of,
@@ -61,19 +66,23 @@ class _Lark:
 
     def text(self, *texts: str) -> str:
         """Return an expression for texts with special tokens."""
-        text = "".join(texts)
-        special = sorted((re.escape(token) for token in self._special if token in text), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(special)})", text) if special else [text]
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
+            for part in self._parts("".join(texts))
         )
+
+    def _parts(self, text: str) -> list[str]:
+        """Divide a text into special tokens and the texts between them."""
+        special = sorted((re.escape(token) for token in self._special if token in text), key=len, reverse=True)
+        return [part for part in (re.split(f"({'|'.join(special)})", text) if special else [text]) if part]
 
     def up_to(self, marker: str, pattern: str = _ANY_TEXT) -> str:
         """Return an expression for a text that matches a regular expression, and the first marker after it."""
-        if marker in self._special:
-            return f"/{pattern}/ {self.text(marker)}"
+        parts = self._parts(marker)
+        if any(part in self._special for part in parts):
+            before = "" if parts[0] in self._special else parts[0]
+            ending = re.escape(before).replace("/", r"\/")
+            return f"/{pattern}{ending}/ {self.text(marker.removeprefix(before))}"
         return self.rule(f"/{pattern}/", f"[suffix={json.dumps(marker, ensure_ascii=False)}]")
 
     def rule(self, expression: str, options: str = "") -> str:
@@ -99,8 +108,9 @@ def tool_grammar(
 ) -> StructuredOutputs:
     """Return the grammar of an output that calls tools. Reasoning may precede the calls.
 
-    The arguments match the JSON schema of the tool. For GLM, which writes strings without quotation marks, `enum`,
-    `const`, `pattern`, `minLength` and `maxLength` of strings apply, and properties have the order of the schema.
+    The arguments match the JSON schema of the tool. For GLM, Qwen3-Coder and DeepSeek V3.2 and V4, which write strings
+    without quotation marks, `enum`, `const`, `pattern`, `minLength` and `maxLength` of strings apply, and properties
+    have the order of the schema.
 
     Args:
       names: parsers of the model.
@@ -130,7 +140,11 @@ def tool_grammar(
             start = f"{lark.text(CALLS_BEGIN)} {many} {lark.text(CALLS_END)}"
         case "deepseek_v31":
             start = f"{lark.text(CALLS_BEGIN)} {one if is_one else f'{one}+'} {lark.text(CALLS_END)}"
-        case "hermes":
+        case "deepseek_v32" | "deepseek_v4":
+            block = "function_calls" if names.tool_calls == "deepseek_v32" else "tool_calls"
+            many = one if is_one else f"{one}+"
+            start = f"{lark.text(f'<{DSML}{block}>\n')} {many} {lark.text(f'</{DSML}{block}>')}"
+        case "hermes" | "qwen3_coder":
             start = one if is_one else f'{one} ("\\n" {one})*'
         case "glm":
             start = one if is_one else f"{one}+"
@@ -220,39 +234,72 @@ def _harmony(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _glm(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    def start(key: str, is_string: bool) -> str:
+        return lark.text(ARG_KEY, key, END_ARG_KEY, ARG_VALUE)
+
+    return lark.rule(f"{lark.text(CALL, name)} {_values(lark, schema, start, END_ARG_VALUE)} {lark.text(END_CALL)}")
+
+
+def _qwen_coder(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    def start(key: str, is_string: bool) -> str:
+        return lark.text(f"{PARAMETER}{key}>\n")
+
+    head, tail = lark.text(CALL, f"\n{FUNCTION}{name}>\n"), lark.text(f"{END_FUNCTION}\n", END_CALL)
+    return lark.rule(f"{head} {_values(lark, schema, start, f'\n{END_PARAMETER}\n')} {tail}")
+
+
+def _dsml(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
+    def start(key: str, is_string: bool) -> str:
+        return lark.text(f'<{DSML}parameter name="{key}" string="{json.dumps(is_string)}">')
+
+    head, tail = lark.text(f'<{DSML}invoke name="{name}">\n'), lark.text(f"</{DSML}invoke>\n")
+    return lark.rule(f"{head} {_values(lark, schema, start, f'</{DSML}parameter>\n')} {tail}")
+
+
+def _values(lark: _Lark, schema: Mapping[str, Any], start: Callable[[str, bool], str], end: str) -> str:
+    """Return an expression for arguments whose texts have no quotation marks.
+
+    Args:
+      lark: the grammar.
+      schema: JSON schema of the arguments.
+      start: function that returns the expression before a value, from its key and whether it is a text.
+      end: marker after a value.
+    """
     names = schema.get("required")
     required = names if isinstance(names, list) else []
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    parts = [lark.text(CALL, name)]
+    entries = []
     for key, value in properties_of(schema).items():
-        start = lark.text(ARG_KEY, key, END_ARG_KEY, ARG_VALUE)
         if is_text(value):
-            entry = f"{start} {_glm_text(lark, value)}"
+            entry = f"{start(key, True)} {_text(lark, value, end)}"
         else:
             whole = {**definitions, **value} if isinstance(value, Mapping) else value
-            entry = f"{start} {lark.rule(_json(whole))} {lark.text(END_ARG_VALUE)}"
-        parts.append(lark.rule(entry) + ("" if key in required else "?"))
-    return lark.rule(f"{' '.join(parts)} {lark.text(END_CALL)}")
+            entry = f"{start(key, False)} {lark.rule(_json(whole))} {lark.text(end)}"
+        entries.append(lark.rule(entry) + ("" if key in required else "?"))
+    return " ".join(entries)
 
 
-def _glm_text(lark: _Lark, schema: Mapping[str, Any]) -> str:
+def _text(lark: _Lark, schema: Mapping[str, Any], end: str) -> str:
     """Return an expression for a string without quotation marks, and the marker after it."""
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list) and choices:
-        return f"({' | '.join(lark.text(str(c)) or '""' for c in choices)}) {lark.text(END_ARG_VALUE)}"
+        return f"({' | '.join(lark.text(str(c)) or '""' for c in choices)}) {lark.text(end)}"
     if isinstance(pattern := schema.get("pattern"), str):
         before, after = ("" if s else _ANY_TEXT for s in (pattern.startswith("^"), pattern.endswith("$")))
         body = llguidance.regex_to_lark(pattern.removeprefix("^").removesuffix("$"), "dw")
-        return lark.up_to(END_ARG_VALUE, f"{before}(?:{body}){after}")
+        return lark.up_to(end, f"{before}(?:{body}){after}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return lark.up_to(END_ARG_VALUE, f"(?s:.{{{least},{most}}})" if least or most != "" else _ANY_TEXT)
+    return lark.up_to(end, f"(?s:.{{{least},{most}}})" if least or most != "" else _ANY_TEXT)
 
 
 _FORMATS: dict[str, Callable[[_Lark, str, Mapping[str, Any]], str]] = {
     "hermes": _hermes,
+    "qwen3_coder": _qwen_coder,
     "llama3_json": _llama,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31,
+    "deepseek_v32": _dsml,
+    "deepseek_v4": _dsml,
     "glm": _glm,
     "gpt_oss": _harmony,
 }

@@ -36,6 +36,11 @@ def compiled_steps() -> dict[str, Any]:
 
 @pytest.fixture
 def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share `compiled_steps` during a test."""
+    share_steps(compiled_steps, monkeypatch)
+
+
+def share_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch `Runner` and `PlainRun`: an instance with the description of an earlier one reuses its compiled
     programs.
     """

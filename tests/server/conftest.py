@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.shared_steps import compiled_steps, shared_steps
+from tests.kit.shared_steps import share_steps
 from tests.models import llm_case
 from tests.server.server_case import Running, serving
 
-__all__ = ["compiled_steps", "folder", "server", "shared", "shared_steps"]
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_steps() -> Iterator[None]:
+    """Let all servers of the package share compiled steps. No test of the package patches code of a model."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_steps({}, monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session")

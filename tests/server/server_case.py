@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import threading
@@ -17,7 +18,9 @@ from typing import Any
 import httpx2
 import openai
 
-from pallas_attn.models.checkpoints import load_tokenizer
+from pallas_attn.models.checkpoints import Tokenizer, load_model, load_tokenizer
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ParserNames
@@ -25,6 +28,21 @@ from pallas_attn.models.server.server import Server, ServerOptions, listen
 from tests.models import llm_case
 
 NAME = "tiny"
+
+
+@functools.cache
+def _loaded(folder: Path) -> tuple[Decoder, Tokenizer, Tokenizer]:
+    """Load the model of a folder, and tokenizers for the `LLM` and for the server, once for all servers."""
+    own, of_server = load_tokenizer(folder), load_tokenizer(folder)
+    assert own is not None
+    assert of_server is not None
+    return load_model(folder, None, llm_case.QUICK), own, of_server
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    """Return an `LLM` of the model in a folder of `llm_case.write_model`. Only one of them may be used at a time."""
+    model, tokenizer, _ = _loaded(folder)
+    return LLM.of_model(model, EngineConfig(**{**llm_case.SIZES, **options}), tokenizer=tokenizer)
 
 
 @dataclasses.dataclass
@@ -92,10 +110,8 @@ def serving(
       send_buffer: bytes of the send buffer of connections; None for the default of the system.
       options: fields of `ServerOptions`.
     """
-    llm = llm_case.load(folder) if llm is None else llm
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    server = Server(llm, [tokenizer], ServerOptions(**DEFAULTS | options), ServerLimits(**limits))
+    llm = load(folder) if llm is None else llm
+    server = Server(llm, [_loaded(folder)[2]], ServerOptions(**DEFAULTS | options), ServerLimits(**limits))
     listening = threading.Event()
     result: list[str | None] = []
     listener = listen("127.0.0.1", 0)

@@ -13,10 +13,10 @@ import pytest
 from pallas_attn.models.llm import LLM, Generation, SamplingParams
 from pallas_attn.models.server.reasoning import ParserNames
 from tests.models import llm_case
-from tests.server.server_case import NAME, Running, events, serving
+from tests.server.server_case import NAME, Running, events, load, serving
 
 MESSAGES: list[Any] = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
-LARGE = {"max_model_len": 1024, "num_pages": 1024}
+LARGE = {"max_model_len": 640, "num_pages": 640}
 DRAW: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
 CITY = {
     "type": "object",
@@ -35,7 +35,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return llm_case.load(folder, **LARGE)
+    return load(folder, **LARGE)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_reasoning_and_tool_calls_of_a_model_with_formats(folder: Path) -> None:
     call = json.dumps('<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
     grammar = f'start: "<think>a b</think>\\n" "c" {call}?'
     reasoning = 'start: "<think>a b</think>c d"'
-    with serving(folder, llm=llm_case.load(folder, **LARGE), families=ParserNames("hermes", "think")) as own:
+    with serving(folder, llm=load(folder, **LARGE), families=ParserNames("hermes", "think")) as own:
         client = own.openai()
         (choice,) = chat(client, max_tokens=100, extra_body={"guided_grammar": reasoning}).choices
         assert (choice.message.reasoning_content, choice.message.content) == ("a b", "c d")
@@ -201,7 +201,7 @@ def test_reasoning_and_tool_calls_of_a_model_with_formats(folder: Path) -> None:
         (call,) = choice.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("clock", "{}")
         for forced in ("required", {"type": "function", "function": {"name": "weather"}}):
-            text = deltas(client, tools=TOOLS[:1], tool_choice=forced, max_tokens=200, parallel_tool_calls=False)[0]
+            text = deltas(client, tools=TOOLS[:1], tool_choice=forced, max_tokens=100, parallel_tool_calls=False)[0]
             if text["reasons"][-1] != "length":  # a random model may reason without end
                 assert [name for _, name, _ in text["calls"]] == ["weather"]
         own.wait_until_idle()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from pallas_attn.models.llm import LLM, Generation, SamplingParams, StructuredOutputs
-from tests.models import llm_case
 from tests.models.llm_case import EOS
-from tests.server.server_case import NAME, Running, events, serving
+from tests.server.server_case import NAME, Running, events, load, serving
 
 PROMPT = "hello world, hello."
 DRAW = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
@@ -88,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return llm_case.load(folder)
+    return load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from pallas_attn.models.llm import LLM, SamplingParams
-from tests.models import llm_case
-from tests.server.server_case import Running, serving
+from tests.server.server_case import Running, load, serving
 
 LARGE: dict[str, Any] = {"num_pages": 768, "max_num_seqs": 32, "decode_buckets": (32,), "max_batched_tokens": 64}
 LARGE["prefill_buckets"] = (64,)
@@ -62,7 +61,7 @@ def make_cases(folder: Path, number: int) -> list[Case]:
         own = [rng.randrange(32, 127) for _ in range(rng.randint(1, 24))]
         prompts.append(prefix + own if i % 2 else own)
         params.append(SamplingParams(max_tokens=rng.randint(1, 16), temperature=i % 3 / 2, seed=i))
-    with llm_case.load(folder, **LARGE) as llm:
+    with load(folder, **LARGE) as llm:
         outputs = [generation.outputs[0] for generation in llm.generate(prompts, params)]
     cases = []
     for prompt, one, output in zip(prompts, params, outputs, strict=True):
@@ -117,7 +116,7 @@ def read_answer(lines: Sequence[bytes]) -> Answer:
     return Answer(status, "".join(ids), tokens, reasons, errors[0] if errors else None)
 
 
-async def load(
+async def send_all(
     running: Running, cases: Sequence[Case], number: int, concurrent: int, aborted: float, check: Callable[[int], None]
 ) -> collections.Counter[str]:
     """Send requests, and check the answers.
@@ -184,7 +183,7 @@ def cases(folder) -> list[Case]:
 @pytest.fixture
 def running(folder) -> Iterator[Running]:
     limits = {"max_requests": 2000, "max_waiting": 2000}
-    with serving(folder, limits, llm=llm_case.load(folder, **LARGE)) as running:
+    with serving(folder, limits, llm=load(folder, **LARGE)) as running:
         yield running
 
 
@@ -210,7 +209,7 @@ def fail_steps(llm: LLM, seed: int, share: float) -> collections.Counter[str]:
 
 
 def test_60_concurrent_requests(running, cases):
-    kinds = asyncio.run(load(running, cases, 60, 60, 0.2, lambda _: None))
+    kinds = asyncio.run(send_all(running, cases, 60, 60, 0.2, lambda _: None))
     assert set(kinds) == {"right", "aborted"}
     assert kinds["right"] > 40
     assert_nothing_leaked(running)
@@ -218,7 +217,7 @@ def test_60_concurrent_requests(running, cases):
 
 @pytest.mark.slow
 def test_500_concurrent_streams(running, cases):
-    kinds = asyncio.run(load(running, cases, 500, 500, 0.1, lambda _: None))
+    kinds = asyncio.run(send_all(running, cases, 500, 500, 0.1, lambda _: None))
     assert set(kinds) == {"right", "aborted"}
     assert kinds["right"] > 400
     assert_nothing_leaked(running)
@@ -235,7 +234,7 @@ def test_20000_requests_with_aborts_and_faults(running, cases, capsys):
             gc.collect()
             sizes.append(process.memory_info().rss >> 20)
 
-    kinds = asyncio.run(load(running, cases, number, 64, 0.1, measure))
+    kinds = asyncio.run(send_all(running, cases, number, 64, 0.1, measure))
     assert_nothing_leaked(running)
     with capsys.disabled():
         print(f"\nanswers: {dict(kinds)}; failed steps: {dict(failures)}; resident memory in MiB: {sizes}")

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.models import llm_case
-from tests.server.server_case import NAME, Running, serving
+from tests.server.server_case import NAME, Running, load, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 
@@ -31,7 +30,7 @@ HTML = "<img src=x onerror=\"document.title='bad'\"><script>document.title='bad'
 
 @pytest.fixture(scope="module")
 def server(folder) -> Iterator[Running]:
-    llm = llm_case.load(folder)
+    llm = load(folder)
     step = llm.step
 
     def slow_step() -> None:  # an answer takes long enough to be stopped

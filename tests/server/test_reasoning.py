@@ -86,6 +86,9 @@ DEEPSEEK = "{{'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' %s}}<t
     [
         ("qwen3", QWEN + "<tool_call>", ("hermes", "think")),
         ("qwen3", "<tool_call><function=f>", (None, None)),
+        ("qwen3_moe", "<tool_call>\n<function=f>\n<parameter=p>\n", ("qwen3_coder", None)),
+        ("deepseek_v32", "<｜DSML｜function_calls><｜DSML｜invoke></think>", ("deepseek_v32", "think")),
+        ("deepseek_v4", "<｜DSML｜tool_calls><｜DSML｜invoke></think>", ("deepseek_v4", "think")),
         ("llama", LLAMA, ("llama3_json", None)),
         ("llama", "{{ messages }}", (None, None)),
         ("deepseek_v3", DEEPSEEK % "+ '```json'", ("deepseek_v3", "think")),

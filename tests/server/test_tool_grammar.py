@@ -17,7 +17,7 @@ from pallas_attn.models.server.tool_grammar import answer_grammar, tool_grammar
 from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, write
 from tests.models.text_process_case import OwnProcess
 from tests.server.parser_case import CLOCK, calls_of, reasoning_of
-from tests.server.test_tool_calls import glm, harmony, hermes, llama, v3, v31
+from tests.server.test_tool_calls import dsml, glm, harmony, hermes, llama, qwen_coder, v3, v31
 
 BOOK = {
     "type": "function",
@@ -49,6 +49,7 @@ MARKERS = [
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     ),
+    "｜DSML｜",
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
 ]
 EOS = BYTES
@@ -58,15 +59,23 @@ NAMES = {
     "deepseek_v3": ParserNames("deepseek_v3", "think"),
     "deepseek_v31": ParserNames("deepseek_v31", "think"),
     "glm": ParserNames("glm", "think"),
+    "qwen3_coder": ParserNames("qwen3_coder", None),
+    "deepseek_v32": ParserNames("deepseek_v32", "think"),
+    "deepseek_v4": ParserNames("deepseek_v4", "think"),
     "gpt_oss": ParserNames("gpt_oss", "gpt_oss"),
 }
-GLM_BOOK = glm("book", ("class", "second"), ("code", "AB1"), ("note", "x"), ("seats", "[3, 14]"))
+VALUES = [("class", "second"), ("code", "AB1"), ("note", "x"), ("seats", "[3, 14]")]
+GLM_BOOK = glm("book", *VALUES)
+DSML_CALLS = [("book", [(key, "false" if key == "seats" else "true", value) for key, value in VALUES]), ("clock", [])]
 TEXTS = {
     "hermes": hermes("book", ARGUMENTS) + "\n" + hermes("clock", "{}"),
     "llama3_json": llama("book", ARGUMENTS),
     "deepseek_v3": v3(("book", ARGUMENTS), ("clock", "{}")).removesuffix("<｜end▁of▁sentence｜>"),
     "deepseek_v31": v31(("book", ARGUMENTS), ("clock", "{}")),
     "glm": GLM_BOOK + glm("clock"),
+    "qwen3_coder": qwen_coder("book", *VALUES) + "\n" + qwen_coder("clock"),
+    "deepseek_v32": dsml(*DSML_CALLS),
+    "deepseek_v4": dsml(*DSML_CALLS, block="tool_calls"),
     "gpt_oss": harmony("book", ARGUMENTS).removesuffix("<|call|>"),
 }
 """Texts that models of each format generate."""
