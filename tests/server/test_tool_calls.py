@@ -175,7 +175,7 @@ CASES = {
     "qwen coder: no name": ("qwen3_coder", "a<tool_call><function=>b</tool_call>", ["ab"]),
     "qwen coder: tags without a call": ("qwen3_coder", "<function=f>\n</parameter>", ["<function=f>\n</parameter>"]),
     "qwen coder: broken key": ("qwen3_coder", "<tool_call><function=f><parameter=a\n>b", [("f", ""), "a\n>b"]),
-    "qwen coder: text in the place of a parameter": ("qwen3_coder", "<tool_call><function=f>b", [("f", ""), "b"]),
+    "qwen coder: text in the place of a parameter": ("qwen3_coder", "<tool_call><function=f>b>c", [("f", ""), "b>c"]),
     "v32": (
         "deepseek_v32",
         "Hm.\n\n"
