@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
 from pallas_attn import cache
+from pallas_attn.models.cli import serve
 from pallas_attn.runtime import device, dispatch
 from scripts.tools import performance
 from scripts.tools.readme_example import python_blocks
@@ -107,9 +108,9 @@ def missing_names(text: str) -> list[str]:
 
 @functools.cache
 def command_lines() -> str:
-    return "".join(
-        path.read_text() for folder in ("scripts", "models/cli", "tests/aot") for path in (ROOT / folder).rglob("*.py")
-    )
+    made = [f'"{flag}"' for flag in serve._LIMITS]  # from the fields of a class
+    folders = ("scripts", "models/cli", "tests/aot")
+    return "".join([*made, *(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))])
 
 
 def missing_flags(text: str) -> list[str]:
