@@ -44,7 +44,6 @@ from pallas_attn.models.engine.outputs import RequestOutput as RequestOutput
 from pallas_attn.models.engine.outputs import StepRecord as StepRecord
 from pallas_attn.models.engine.request import SamplingParams as SamplingParams
 from pallas_attn.models.engine.request import StructuredOutputs as StructuredOutputs
-from pallas_attn.models.engine.request import TokenFilter as TokenFilter
 from pallas_attn.models.engine.request import TokenLogprobs as TokenLogprobs
 from pallas_attn.models.engine.speculation.draft_model import DraftModelProposer as DraftModelProposer
 from pallas_attn.models.engine.speculation.mtp import MTPProposer as MTPProposer
@@ -55,6 +54,10 @@ from pallas_attn.models.engine.speculation.proposer import ObservedStep as Obser
 from pallas_attn.models.engine.speculation.proposer import Proposer as Proposer
 from pallas_attn.models.engine.speculation.proposer import ProposerSizes as ProposerSizes
 from pallas_attn.models.engine.speculation.proposer import Speculation as Speculation
+from pallas_attn.models.engine.token_filter import BatchTokenFilter as BatchTokenFilter
+from pallas_attn.models.engine.token_filter import FilterCall as FilterCall
+from pallas_attn.models.engine.token_filter import MaskResult as MaskResult
+from pallas_attn.models.engine.token_filter import TokenFilter as TokenFilter
 from pallas_attn.models.engine.verify import Decoded as Decoded
 from pallas_attn.models.engine.verify import Difference as Difference
 from pallas_attn.models.engine.verify import PlainRun as PlainRun

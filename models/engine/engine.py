@@ -63,7 +63,6 @@ from pallas_attn.models.engine.request import (
     NONFINITE,
     Request,
     SamplingParams,
-    TokenFilter,
     TokenLogprobs,
     as_integers,
 )
@@ -71,6 +70,7 @@ from pallas_attn.models.engine.runner import OnCompiled, Runner
 from pallas_attn.models.engine.scheduler import RequestRefused
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step_log import LaunchedStep, StepLog
+from pallas_attn.models.engine.token_filter import TokenFilter
 from pallas_attn.models.engine.tracked_request import OnToken, TrackedRequest
 
 

@@ -9,9 +9,11 @@ import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from pallas_attn.models.engine.token_filter import TokenFilter
 
 FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite", "filter_error"]
 
@@ -74,24 +76,6 @@ class RowFlags:
     """
 
     PENALTIES, TOKENS, ONLY_TOKENS, MASK, LOGPROBS = (1 << i for i in range(5))
-
-
-@runtime_checkable
-class TokenFilter(Protocol):
-    """Limits the next token of a request, for example to the tokens that a grammar allows."""
-
-    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
-        """Return the tokens that may follow the output tokens `output_ids`, which do not include the prompt.
-
-        The engine calls this method once per sampled token, and with drafts also for the tokens after drafts, on the
-        thread that calls `Engine.step`, while the device computes the logits. The result must depend on `output_ids`
-        only. Each of `output_ids` is allowed by an earlier call. If the method raises an exception or returns another
-        array, the request ends with the finish reason "filter_error".
-
-        Returns:
-          Bit mask uint32 [ceil(V / 32)] with bit `token % 32` of entry `token // 32` set for each allowed token; None
-          to allow all tokens.
-        """
 
 
 @dataclass(frozen=True)

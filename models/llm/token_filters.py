@@ -1,13 +1,16 @@
 """Filters of the next token: `SamplingParams.bad_words` and `SamplingParams.structured_outputs`.
 
-The engine calls `TokenFilter.allowed` before each token of a request, and with drafts also for tokens that it rejects
-later. A mask has one bit per token of the model's vocabulary, in 32-bit words.
+The engine calls `TokenFilter.allowed`, or `allowed_batch` for many requests together, before each token of a request,
+and with drafts also for tokens that it rejects later. A mask has one bit per token of the model's vocabulary, in 32-bit
+words.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import llguidance
@@ -15,7 +18,8 @@ import numpy as np
 
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
-from pallas_attn.models.engine import StructuredOutputs, TokenFilter
+from pallas_attn.models.engine import FilterCall, MaskResult, StructuredOutputs, TokenFilter
+from pallas_attn.models.engine.token_filter import compute_masks
 
 
 def token_mask(vocab_size: int, tokens: Collection[int]) -> np.ndarray:
@@ -196,7 +200,7 @@ class GrammarFilter:
         self._matcher = tokenizer.matcher(outputs)
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._only_eos = token_mask(tokenizer.vocab_size, self._eos)
-        self._full = full_mask(tokenizer.vocab_size)
+        self._last_word = full_mask(tokenizer.vocab_size)[-1]
         self._min_tokens, self._ends = min_tokens, token_mask(tokenizer.vocab_size, [*ends, *self._eos])
         self._consumed: list[int] = []
 
@@ -206,32 +210,87 @@ class GrammarFilter:
         other._matcher, other._consumed = self._matcher.deep_copy(), []
         return other
 
-    def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
-        has_ended = not self._eos.isdisjoint(output_ids)  # with `ignore_eos`
-        if has_ended or self.error is not None or not self._move_to(output_ids) or self._matcher.is_stopped():
-            self._record_error()
-            return self._only_eos
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._full)] & self._full
-        self._record_error()
-        if len(output_ids) < self._min_tokens and (later := mask & ~self._ends).any():
-            return later
-        return mask if mask.any() else self._only_eos
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
+        return _single_result(FilterCall(self, output_ids))
 
-    def _move_to(self, output_ids: Sequence[int]) -> bool:
-        """Consume the output tokens. Return False if they are not a start of a text of the grammar."""
-        ids, consumed = list(output_ids), self._consumed
+    @classmethod
+    def allowed_batch(cls, calls: Sequence[FilterCall]) -> list[MaskResult]:
+        """Compute masks on several CPU cores. Calls with the same filter are done one after the other."""
+        rounds: dict[int, list[int]] = {}
+        num_calls: Counter[GrammarFilter] = Counter()
+        for i, call in enumerate(calls):
+            rounds.setdefault(num_calls[call.token_filter], []).append(i)
+            num_calls[call.token_filter] += 1
+        results: list[MaskResult] = [None] * len(calls)
+        for indices in rounds.values():
+            for i, mask in zip(indices, cls._compute([calls[i] for i in indices]), strict=True):
+                results[i] = mask
+        return results
+
+    @staticmethod
+    def _compute(calls: Sequence[FilterCall]) -> list[MaskResult]:
+        """Return the result of each call. Each call has another filter, all with the same vocabulary."""
+        results, due = list[MaskResult](), list[tuple[llguidance.LLMatcher, int]]()
+        for i, (of_call, output_ids) in enumerate(calls):
+            results.append(of_call._only_eos)
+            try:
+                if (matcher := of_call._move_to(output_ids)) is not None:
+                    due.append((matcher, i))
+            except Exception as error:  # noqa: BLE001  it ends only the request of this call
+                results[i] = error
+        if due:
+            masks = np.zeros((len(calls), len(calls[0].token_filter._only_eos)), np.uint32)
+            # This call releases the GIL. It writes the mask of each matcher into its row of `masks`.
+            _executor().unsafe_compute_mask_ptr(due, masks.ctypes.data, masks.strides[0], len(calls))
+            for _, i in due:
+                results[i] = calls[i].token_filter._checked(masks[i], len(calls[i].output_ids))
+        return results
+
+    def _move_to(self, output_ids: Sequence[int]) -> llguidance.LLMatcher | None:
+        """Consume the output tokens. Return the matcher if it can compute the mask of the next token, and None if only
+        end-of-sequence tokens are allowed: after an end-of-sequence token (with `ignore_eos`), after tokens that are
+        not a start of a text of the grammar, or after a failure."""
+        if self.error is not None:
+            return None
+        ids, consumed = output_ids if isinstance(output_ids, list) else list(output_ids), self._consumed
         common = len(consumed)
         if ids[:common] != consumed:
             common = next(i for i, token in enumerate(consumed) if ids[i : i + 1] != [token])
             self._matcher.rollback(len(consumed) - common)
             del consumed[common:]
-        accepted = self._matcher.try_consume_tokens(ids[common:]) if ids[common:] else 0
-        consumed.extend(ids[common : common + accepted])
-        return len(consumed) == len(ids)
+        new = ids[common:]
+        if not self._eos.isdisjoint(new):
+            return None
+        accepted = self._matcher.try_consume_tokens(new) if new else 0
+        consumed.extend(new[:accepted])
+        self._record_error()
+        return self._matcher if accepted == len(new) and not self._matcher.is_stopped() else None
+
+    def _checked(self, mask: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return the mask after `num_tokens` output tokens, with changes, for a mask from llguidance."""
+        self._record_error()
+        mask[-1] &= self._last_word
+        if num_tokens < self._min_tokens and (later := mask & ~self._ends).any():
+            return later
+        return mask if mask.any() else self._only_eos
 
     def _record_error(self) -> None:
         if self._matcher.is_error() and self.error is None:
             self.error = self._matcher.get_error()
+
+
+@functools.cache
+def _executor() -> llguidance.LLExecutor:
+    """Return the threads that compute masks: one for each of 80% of the CPU cores, at most 32."""
+    return llguidance.LLExecutor()
+
+
+def _single_result(call: FilterCall) -> np.ndarray | None:
+    """Return the result of a call of `TokenFilter.allowed`, or raise its exception."""
+    (result,) = type(call.token_filter).allowed_batch([call])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class AllOf:
@@ -246,7 +305,20 @@ class AllOf:
         self._filters, self._only_eos = filters, only_eos
 
     def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
-        masks = [mask for f in self._filters if (mask := f.allowed(output_ids)) is not None]
+        return _single_result(FilterCall(self, output_ids))
+
+    @classmethod
+    def allowed_batch(cls, calls: Sequence[FilterCall]) -> list[MaskResult]:
+        """Call the filters of all calls together."""
+        parts = [FilterCall(part, output_ids) for of_call, output_ids in calls for part in of_call._filters]
+        found = iter(compute_masks(parts))
+        return [of_call._combined([next(found) for _ in of_call._filters]) for of_call, _ in calls]
+
+    def _combined(self, results: Sequence[MaskResult]) -> MaskResult:
+        """Return the tokens that all results allow, or the first exception."""
+        masks = [result for result in results if result is not None]
+        if error := next((mask for mask in masks if isinstance(mask, Exception)), None):
+            return error
         if not masks:
             return None
         mask = np.bitwise_and.reduce(masks)

@@ -11,6 +11,7 @@ from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.step.masks import has_masks, needs_drafts, step_masks
 from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
+from pallas_attn.models.engine.token_filter import FilterCall, compute_masks
 
 ALL = 2**32 - 1
 EOS = 30
@@ -29,6 +30,36 @@ class Rising:
         if output_ids[-1] == 20:
             raise KeyError("token 20")
         return mask_above(output_ids[-1])
+
+
+class RisingTogether(Rising):
+    """The same filter, whose class computes many masks in one call."""
+
+    batches: list[list[list[int]]]
+
+    @classmethod
+    def allowed_batch(cls, calls: Sequence[FilterCall]) -> list[np.ndarray | Exception | None]:
+        cls.batches.append([[*output_ids] for _, output_ids in calls])
+        results: list[np.ndarray | Exception | None] = []
+        for of_call, output_ids in calls:
+            try:
+                results.append(of_call.allowed(output_ids))
+            except KeyError as error:
+                results.append(error)
+        return results
+
+
+class Broken:
+    """Token filter whose batch call has the wrong result."""
+
+    def allowed(self, output_ids: Sequence[int]) -> None:
+        pass
+
+    @classmethod
+    def allowed_batch(cls, calls: Sequence[FilterCall]) -> list[None]:
+        if not calls[0].output_ids:
+            raise KeyError("no tokens")
+        return [None] * (len(calls) - 1)
 
 
 def mask_above(token: int) -> np.ndarray:
@@ -89,3 +120,29 @@ def test_rows_without_filter_or_without_sample_need_no_mask():
     assert has_masks([None, filtered])
     assert not needs_drafts([filtered])
     assert needs_drafts([StepPlan((row(Rising(), [3], 1),), (), ())])
+
+
+def test_masks_of_each_input_of_all_rows_are_computed_together():
+    RisingTogether.batches = []
+    filters = [RisingTogether() for _ in range(4)]
+    rows = [row(token_filter, [token], 2) for token_filter, token in zip(filters, [3, 20, 9, 4], strict=True)]
+    drafts = [[5, 7, -1, 0], [21, 22, -1, 0], [8, 9, -1, -1], [6, 9, -1, -1]]  # drafts of row 2 are excluded after 9
+    together = masks_of(rows, drafts, 2, rows=4)
+    assert RisingTogether.batches == [[[3], [20], [9], [4]], [[3, 5], [4, 6]], [[3, 5, 7], [4, 9]]]
+    one_by_one = masks_of([row(Rising(), row_.request.output_ids, 2) for row_ in rows], drafts, 2, rows=4)
+    np.testing.assert_array_equal(together[0], one_by_one[0])
+    ((request, error),) = together[1]
+    assert (request, str(error)) == (rows[1].request, "'token 20'")
+
+
+def test_failure_of_a_batch_call_ends_its_calls_only():
+    RisingTogether.batches = []
+    calls = [FilterCall(Broken(), []), FilterCall(Rising(), [20]), FilterCall(RisingTogether(), [5])] * 2
+    first, second, third, *others = compute_masks(calls)
+    assert [str(first), str(second)] == ["'no tokens'", "'token 20'"]
+    np.testing.assert_array_equal(third, mask_above(5))
+    assert list(map(str, others)) == [str(first), str(second), str(third)]
+    assert RisingTogether.batches == [[[5], [5]]]
+    results = compute_masks([FilterCall(Broken(), [1])] * 3)
+    message = "token_filter: expected 3 results of Broken.allowed_batch, got 2"
+    assert [(type(result), str(result)) for result in results] == [(ValueError, message)] * 3

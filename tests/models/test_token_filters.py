@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
-from pallas_attn.models.engine import StructuredOutputs, TokenFilter
+from pallas_attn.models.engine import FilterCall, StructuredOutputs, TokenFilter
+from pallas_attn.models.engine.token_filter import compute_masks
+from pallas_attn.models.llm import token_filters
 from pallas_attn.models.llm.token_filters import (
     AllOf,
     BadWords,
@@ -269,6 +271,37 @@ def test_any_order_of_calls_gives_the_masks_of_new_filters(grammars, tokenizer):
         for call in calls:
             np.testing.assert_array_equal(grammar.allowed(call), expected[tuple(call)])
     assert grammar.error is None
+
+
+def test_masks_of_a_batch_equal_the_masks_of_new_filters(grammars, tokenizer, monkeypatch):
+    """Many filters, some of which have ended or left the grammar, and calls with the same filter."""
+    monkeypatch.setattr(token_filters, "_executor", lambda threads=llguidance.LLExecutor(3): threads)
+    formats = [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[a-z ]*[0-9]")]
+    texts = [tokenizer.encode('{"name": "hello world", "age": 1234}'), tokenizer.encode("hello world 3")]
+    filters = [GrammarFilter(grammars, formats[i % 2], min_tokens=i % 5) for i in range(8)]
+    only_eos = token_mask(VOCAB_SIZE, [EOS])
+    rng = random.Random(4)
+    for _ in range(20):
+        calls, expected = [], []
+        for i in rng.choices(range(8), k=12):
+            ids = texts[i % 2][: rng.randint(0, len(texts[i % 2]))] + rng.choice([[], [], [EOS], [EOS, 5], [7]])
+            bad = BadWords(["hello", "1"], tokenizer, VOCAB_SIZE)
+            combine = rng.choice([lambda one: one, lambda one, bad=bad: AllOf([bad, one], only_eos)])
+            calls.append(FilterCall(combine(filters[i]), ids))
+            expected.append(combine(GrammarFilter(grammars, formats[i % 2], min_tokens=i % 5)).allowed(ids))
+        np.testing.assert_array_equal(compute_masks(calls), expected)
+    assert [of_format.error for of_format in filters] == [None] * 8
+
+
+def test_failure_of_a_filter_does_not_change_other_masks_of_the_batch(grammars, tokenizer, monkeypatch):
+    good, bad = (GrammarFilter(grammars, StructuredOutputs(choice=["hello", "no"])) for _ in range(2))
+    monkeypatch.setattr(bad, "_move_to", lambda output_ids: 1 / 0)
+    both = AllOf([good.copy(), bad], token_mask(VOCAB_SIZE, [EOS]))
+    failed, mask, combined = compute_masks([FilterCall(of_call, []) for of_call in (bad, good, both)])
+    assert [type(failed), type(combined)] == [ZeroDivisionError] * 2
+    np.testing.assert_array_equal(mask, good.copy().allowed([]))
+    with pytest.raises(ZeroDivisionError):
+        both.allowed([])
 
 
 def test_tokens_outside_the_grammar_allow_only_the_end(grammars, tokenizer):

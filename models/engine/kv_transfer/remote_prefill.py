@@ -47,7 +47,8 @@ from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.transport import Transport, TransportError
 from pallas_attn.models.engine.kv_transfer.written_pages import ConsumerError, WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.outputs import RequestId, RequestOutput
-from pallas_attn.models.engine.request import Request, SamplingParams, TokenFilter, as_integers
+from pallas_attn.models.engine.request import Request, SamplingParams, as_integers
+from pallas_attn.models.engine.token_filter import TokenFilter
 from pallas_attn.models.engine.tracked_request import TrackedRequest
 
 VERSION = 2

@@ -7,12 +7,16 @@ With drafts, a decode row has Q = 1 + d inputs: input 0 is its newest token, and
 per input, for the token after the input. The mask of an input depends on the drafts before it on its branch. A draft
 that the mask before it excludes, or that ends the request, is never followed by an accepted token. The masks after this
 draft are arbitrary, and the token filter is not called for them.
+
+The masks of input j of all rows are computed together, so that filters which support it (`BatchTokenFilter`) use
+several CPU cores.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Int32, UInt32
@@ -20,6 +24,7 @@ from jaxtyping import Int32, UInt32
 from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.step.plan import ScheduledRow, StepPlan
+from pallas_attn.models.engine.token_filter import FilterCall, compute_masks
 
 type FilterErrors = list[tuple[Request, Exception]]
 """Requests whose token filter raised an exception or returned no mask, and the exceptions."""
@@ -56,66 +61,75 @@ def step_masks(
     """
     masks, errors = np.zeros(shape, np.uint32), list[tuple[Request, Exception]]()
     of_ranks = masks.reshape(len(plans), -1, shape[1])
-    queries = 1 + bucket.num_drafts
+    queries, rows = 1 + bucket.num_drafts, list[_Row]()
     for rank, plan in enumerate(plans):
         if plan is None:
             continue
         for i, row in enumerate(plan.decode):
             of_row = None if drafts is None else drafts[rank * bucket.decode_rows + i]
-            _fill(of_ranks[rank, i * queries : (i + 1) * queries], row, of_row, eos_token_ids, errors)
+            rows += _Row.of(row, of_ranks[rank, i * queries : (i + 1) * queries], of_row)
         for i, row in enumerate(plan.prefill, bucket.decode_rows * queries):
-            _fill(of_ranks[rank, i : i + 1], row, None, eos_token_ids, errors)
+            rows += _Row.of(row, of_ranks[rank, i : i + 1], None)
+    for j in range(queries):  # the masks of input j of all rows together: they need the masks of earlier inputs
+        due = [row for row in rows if row.move_to(j, eos_token_ids)]
+        calls = [FilterCall(row.request.token_filter, row.paths[j] or ()) for row in due]
+        for row, mask in zip(due, compute_masks(calls), strict=True):
+            error = mask if isinstance(mask, Exception) else _error_of(mask, shape[1])
+            if error is None:
+                row.masks[j] = np.uint32(2**32 - 1) if mask is None else mask
+            else:
+                row.has_failed = True
+                errors.append((row.request, error))
     return masks, errors
 
 
-def _fill(
-    masks: UInt32[np.ndarray, "Q W"],
-    row: ScheduledRow,
-    drafts: Int32[np.ndarray, "d2"] | None,
-    eos_token_ids: Collection[int],
-    errors: FilterErrors,
-) -> None:
-    """Write the masks of a row. Append to `errors` if its token filter fails."""
-    request = row.request
-    if request.token_filter is None or not row.samples or request.is_finished:
-        return
-    paths: list[list[int] | None] = [request.output_ids]
-    try:
-        masks[0] = _mask_after(request, request.output_ids, masks.shape[1])
-        for j, (token, parent) in enumerate(() if drafts is None else drafts.reshape(2, -1).T.tolist(), 1):
-            before = paths[parent + 1]
-            is_allowed = 0 <= token < 32 * masks.shape[1] and masks[parent + 1, token // 32] >> (token % 32) & 1
-            if before is None or not is_allowed or request.ends_with(token, eos_token_ids):
-                paths.append(None)
-            else:
-                paths.append([*before, token])
-                masks[j] = _mask_after(request, [*before, token], masks.shape[1])
-    except _FilterFailed as failure:
-        errors.append((request, failure.error))
+@dataclass
+class _Row:
+    """A row with a token filter.
 
-
-class _FilterFailed(Exception):
-    """A token filter raised `error`, or `error` says what is wrong with its mask."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
-
-
-def _mask_after(request: Request, output_ids: Sequence[int], num_words: int) -> UInt32[np.ndarray, "W"] | np.uint32:
-    """Return the mask of the token after `output_ids`, or one word that all words of the mask are equal to.
-
-    Raises:
-      _FilterFailed: the token filter raised an exception, or returned an array of another shape or dtype.
+    Attributes:
+      request: request of the row.
+      masks: uint32 [Q, W], masks of the inputs of the row.
+      drafts: (token, parent) of each draft. Draft j has the parent -1 if it follows the newest token, or i < j if it
+        follows draft i.
+      paths: output tokens up to each input; None if the masks after the input are arbitrary.
+      has_failed: whether the token filter has failed.
     """
-    try:
-        mask = None if request.token_filter is None else request.token_filter.allowed(output_ids)
-    except Exception as error:  # an error of the user's filter ends its request, and nothing else
-        raise _FilterFailed(error) from error
-    if mask is None:
-        return np.uint32(2**32 - 1)
+
+    request: Request
+    masks: UInt32[np.ndarray, "Q W"]
+    drafts: list[list[int]]
+    paths: list[list[int] | None] = field(default_factory=list)
+    has_failed: bool = False
+
+    @staticmethod
+    def of(
+        row: ScheduledRow, masks: UInt32[np.ndarray, "Q W"], drafts: Int32[np.ndarray, "d2"] | None
+    ) -> tuple[_Row, ...]:
+        """Return the row, or nothing if it needs no mask."""
+        if row.request.token_filter is None or not row.samples or row.request.is_finished:
+            return ()
+        return (_Row(row.request, masks, [] if drafts is None else drafts.reshape(2, -1).T.tolist()),)
+
+    def move_to(self, j: int, eos_token_ids: Collection[int]) -> bool:
+        """Append the path of input j. Return whether the mask after this input is needed."""
+        if self.has_failed or j > len(self.drafts):
+            return False
+        if j == 0:
+            self.paths.append(self.request.output_ids)
+            return True
+        token, parent = self.drafts[j - 1]
+        before, num_tokens = self.paths[parent + 1], 32 * self.masks.shape[1]
+        is_allowed = 0 <= token < num_tokens and self.masks[parent + 1, token // 32] >> (token % 32) & 1
+        is_needed = before is not None and is_allowed and not self.request.ends_with(token, eos_token_ids)
+        self.paths.append([*before, token] if before is not None and is_needed else None)
+        return bool(is_needed)
+
+
+def _error_of(mask: object, num_words: int) -> ValueError | None:
+    """Return the error of a result of a token filter that is neither None nor a mask uint32 [num_words]."""
     found = getattr(mask, "dtype", None), getattr(mask, "shape", None)
-    if found != (np.uint32, (num_words,)):
-        got = reprlib.repr(mask) if found[1] is None else f"{found[0]} {[*found[1]]}"
-        raise _FilterFailed(ValueError(f"token_filter: expected masks uint32 [{num_words}], got {got}"))
-    return mask
+    if mask is None or found == (np.uint32, (num_words,)):
+        return None
+    got = reprlib.repr(mask) if found[1] is None else f"{found[0]} {[*found[1]]}"
+    return ValueError(f"token_filter: expected masks uint32 [{num_words}], got {got}")
