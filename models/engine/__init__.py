@@ -56,7 +56,6 @@ from pallas_attn.models.engine.speculation.proposer import ProposerSizes as Prop
 from pallas_attn.models.engine.speculation.proposer import Speculation as Speculation
 from pallas_attn.models.engine.token_filter import BatchTokenFilter as BatchTokenFilter
 from pallas_attn.models.engine.token_filter import FilterCall as FilterCall
-from pallas_attn.models.engine.token_filter import MaskResult as MaskResult
 from pallas_attn.models.engine.token_filter import TokenFilter as TokenFilter
 from pallas_attn.models.engine.verify import Decoded as Decoded
 from pallas_attn.models.engine.verify import Difference as Difference

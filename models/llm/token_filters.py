@@ -18,8 +18,8 @@ import numpy as np
 
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
-from pallas_attn.models.engine import FilterCall, MaskResult, StructuredOutputs, TokenFilter
-from pallas_attn.models.engine.token_filter import compute_masks
+from pallas_attn.models.engine import FilterCall, StructuredOutputs, TokenFilter
+from pallas_attn.models.engine.token_filter import MaskResult, compute_masks
 
 
 def token_mask(vocab_size: int, tokens: Collection[int]) -> np.ndarray:
@@ -316,9 +316,9 @@ class AllOf:
 
     def _combined(self, results: Sequence[MaskResult]) -> MaskResult:
         """Return the tokens that all results allow, or the first exception."""
-        masks = [result for result in results if result is not None]
-        if error := next((mask for mask in masks if isinstance(mask, Exception)), None):
+        if error := next((result for result in results if isinstance(result, Exception)), None):
             return error
+        masks = [result for result in results if result is not None and not isinstance(result, Exception)]
         if not masks:
             return None
         mask = np.bitwise_and.reduce(masks)

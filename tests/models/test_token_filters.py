@@ -275,7 +275,8 @@ def test_any_order_of_calls_gives_the_masks_of_new_filters(grammars, tokenizer):
 
 def test_masks_of_a_batch_equal_the_masks_of_new_filters(grammars, tokenizer, monkeypatch):
     """Many filters, some of which have ended or left the grammar, and calls with the same filter."""
-    monkeypatch.setattr(token_filters, "_executor", lambda threads=llguidance.LLExecutor(3): threads)
+    threads = llguidance.LLExecutor(3)
+    monkeypatch.setattr(token_filters, "_executor", lambda: threads)
     formats = [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[a-z ]*[0-9]")]
     texts = [tokenizer.encode('{"name": "hello world", "age": 1234}'), tokenizer.encode("hello world 3")]
     filters = [GrammarFilter(grammars, formats[i % 2], min_tokens=i % 5) for i in range(8)]

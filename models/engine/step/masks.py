@@ -61,15 +61,15 @@ def step_masks(
     """
     masks, errors = np.zeros(shape, np.uint32), list[tuple[Request, Exception]]()
     of_ranks = masks.reshape(len(plans), -1, shape[1])
-    queries, rows = 1 + bucket.num_drafts, list[_Row]()
+    queries, rows = 1 + bucket.num_drafts, list[_MaskedRow]()
     for rank, plan in enumerate(plans):
         if plan is None:
             continue
         for i, row in enumerate(plan.decode):
             of_row = None if drafts is None else drafts[rank * bucket.decode_rows + i]
-            rows += _Row.of(row, of_ranks[rank, i * queries : (i + 1) * queries], of_row)
+            rows += _MaskedRow.of(row, of_ranks[rank, i * queries : (i + 1) * queries], of_row)
         for i, row in enumerate(plan.prefill, bucket.decode_rows * queries):
-            rows += _Row.of(row, of_ranks[rank, i : i + 1], None)
+            rows += _MaskedRow.of(row, of_ranks[rank, i : i + 1], None)
     for j in range(queries):  # the masks of input j of all rows together: they need the masks of earlier inputs
         due = [row for row in rows if row.move_to(j, eos_token_ids)]
         calls = [FilterCall(row.request.token_filter, row.paths[j] or ()) for row in due]
@@ -84,7 +84,7 @@ def step_masks(
 
 
 @dataclass
-class _Row:
+class _MaskedRow:
     """A row with a token filter.
 
     Attributes:
@@ -105,11 +105,11 @@ class _Row:
     @staticmethod
     def of(
         row: ScheduledRow, masks: UInt32[np.ndarray, "Q W"], drafts: Int32[np.ndarray, "d2"] | None
-    ) -> tuple[_Row, ...]:
+    ) -> tuple[_MaskedRow, ...]:
         """Return the row, or nothing if it needs no mask."""
         if row.request.token_filter is None or not row.samples or row.request.is_finished:
             return ()
-        return (_Row(row.request, masks, [] if drafts is None else drafts.reshape(2, -1).T.tolist()),)
+        return (_MaskedRow(row.request, masks, [] if drafts is None else drafts.reshape(2, -1).T.tolist()),)
 
     def move_to(self, j: int, eos_token_ids: Collection[int]) -> bool:
         """Append the path of input j. Return whether the mask after this input is needed."""
