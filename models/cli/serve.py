@@ -175,6 +175,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineCo
         max_model_len=longest,
         max_logprobs=options.max_logprobs,
         mesh=mesh_of(options.mesh),
+        freeze_objects=True,
         **engine_fields(options),
     )
 

@@ -39,12 +39,12 @@ from pallas_attn.models.engine.kv_transfer.written_pages import WrittenChunk as 
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed as WrittenFeed
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenLayer as WrittenLayer
 from pallas_attn.models.engine.logit_edits import LogitsProcessor as LogitsProcessor
+from pallas_attn.models.engine.logprob_list import TokenLogprobs as TokenLogprobs
 from pallas_attn.models.engine.outputs import EngineStats as EngineStats
 from pallas_attn.models.engine.outputs import RequestOutput as RequestOutput
 from pallas_attn.models.engine.outputs import StepRecord as StepRecord
 from pallas_attn.models.engine.request import SamplingParams as SamplingParams
 from pallas_attn.models.engine.request import StructuredOutputs as StructuredOutputs
-from pallas_attn.models.engine.request import TokenLogprobs as TokenLogprobs
 from pallas_attn.models.engine.speculation.draft_model import DraftModelProposer as DraftModelProposer
 from pallas_attn.models.engine.speculation.mtp import MTPProposer as MTPProposer
 from pallas_attn.models.engine.speculation.ngram import NGramProposer as NGramProposer

@@ -73,6 +73,9 @@ class EngineConfig:
       separate_prefill: whether steps with prompt tokens and without decode rows have their own programs. If False, they
         run the programs of steps with both, with idle decode rows. This halves the number of programs for prompts, and
         steps without decode rows take longer.
+      freeze_objects: whether `Engine.warmup` ends with `gc.freeze`. Python's garbage collector then no longer examines
+        the objects that exist, mostly of compiled programs, so full collections stall no step for long. This applies to
+        all objects of the process: reference cycles among them are never freed.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
@@ -99,6 +102,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logits_processor: LogitsProcessor | None = None
     separate_prefill: bool = True
+    freeze_objects: bool = False
 
     def __post_init__(self) -> None:
         if self.mesh is not None:

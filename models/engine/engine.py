@@ -32,6 +32,7 @@ Other modules: `scheduler` (plans steps), `runner` (compiled programs and caches
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import time
 import weakref
@@ -57,13 +58,13 @@ from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages
 from pallas_attn.models.engine.kv_transfer.engine_transfers import EngineTransfers
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
+from pallas_attn.models.engine.logprob_list import TokenLogprobs
 from pallas_attn.models.engine.outputs import EngineStats, RequestId, RequestOutput
 from pallas_attn.models.engine.request import (
     MAX_EDITED_TOKENS,
     NONFINITE,
     Request,
     SamplingParams,
-    TokenLogprobs,
     as_integers,
 )
 from pallas_attn.models.engine.runner import OnCompiled, Runner
@@ -229,7 +230,7 @@ class Engine:
         rows = step.result.sampled()
         for request, start, logprobs in step.result.prompt_logprobs():
             # After an exception the prompt is computed again, so the list may have later entries already.
-            request.prompt_logprobs[start : start + len(logprobs)] = logprobs
+            request.prompt_logprobs.write(start, logprobs)
         if step.result.logits is not None:
             for plan, logits in zip(plans, np.split(step.result.read(step.result.logits), len(plans)), strict=True):
                 self._store_logits(plan, logits)
@@ -316,6 +317,9 @@ class Engine:
             self._runner.compile(buckets, on_compiled)
             if self._transfers.feed is not None and self._transfers.feed.is_open:
                 self._runner.compile_layers(buckets)
+        if self.config.freeze_objects:
+            gc.collect()
+            gc.freeze()
         return self._runner.compile_s - before
 
     def add_request(

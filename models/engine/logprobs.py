@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import select_top_k
-from pallas_attn.models.engine.request import TokenLogprobs
+from pallas_attn.models.engine.logprob_list import LogprobList
 
 _PROMPT_TOKENS = 128
 """Number of prompt tokens whose logits are in memory together."""
@@ -92,18 +92,15 @@ def _likeliest(logits: Float[Array, "n V"], count: int) -> tuple[Float[Array, "n
     return values, jnp.take_along_axis(ids, order, axis=1)
 
 
-def read_logprobs(packed: np.ndarray, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+def read_logprobs(packed: Int32[np.ndarray, "n words"], tokens: Sequence[int], count: int) -> LogprobList:
     """Convert the first rows of the result of `pack_logprobs` on the host.
 
     Args:
-      packed: int32 [n, words].
+      packed: the rows.
       tokens: the tokens of the first rows.
       count: number of likeliest tokens to return.
     """
-    max_logprobs = packed.shape[1] // 2 - 1
-    floats = np.ascontiguousarray(packed).view(np.float32)
-    read = []
-    for token, words, values in zip(tokens, packed.tolist(), floats.tolist(), strict=False):
-        top = zip(words[2 : 2 + count], values[2 + max_logprobs : 2 + max_logprobs + count], strict=True)
-        read.append(TokenLogprobs(token, values[0], words[1], tuple(top)))
-    return read
+    max_logprobs, rows = packed.shape[1] // 2 - 1, packed[: len(tokens)]
+    ids = np.asarray(tokens, np.int32).reshape(-1, 1)
+    of_top = 2 + max_logprobs
+    return LogprobList(count, np.concatenate([ids, rows[:, : 2 + count], rows[:, of_top : of_top + count]], axis=1))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pallas_attn.models.engine.request import FinishReason, TokenLogprobs
+from pallas_attn.models.engine.logprob_list import TokenLogprobs
+from pallas_attn.models.engine.request import FinishReason
 
 type RequestId = int | str
 

@@ -9,10 +9,11 @@ import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
+from pallas_attn.models.engine.logprob_list import LogprobList
 from pallas_attn.models.engine.token_filter import TokenFilter
 
 FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite", "filter_error"]
@@ -42,26 +43,6 @@ _DISABLED: Mapping[str, Any] = {
 
 class RequestRefused(Exception):
     """The prompt is too long to run, even if no other request runs. The message gives length and limit."""
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probability of a token of a request, and the likeliest tokens at its position.
-
-    Log probabilities are the logarithm of the softmax of the model's logits, before any sampling parameter is applied.
-
-    Attributes:
-      token_id: the token.
-      logprob: log probability of the token.
-      rank: number of tokens whose log probability is at least as high, including the token itself; 1 for the likeliest
-        token.
-      top: (token id, log probability) of the likeliest tokens, likeliest first. Their number is
-        `SamplingParams.logprobs`, or `SamplingParams.prompt_logprobs` for a token of the prompt.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 class RowFlags:
@@ -415,8 +396,8 @@ class Request:
     num_cached: int | None = field(init=False, default=None)
     drafted: tuple[int, ...] = field(init=False, default=())
     accepted: tuple[int, ...] = field(init=False, default=())
-    logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    logprobs: LogprobList = field(init=False)
+    prompt_logprobs: LogprobList = field(init=False)
     flags: int = field(init=False, default=0)
     draft_trials: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     finish_reason: FinishReason | None = field(init=False, default=None)
@@ -431,6 +412,8 @@ class Request:
             raise ValueError(f"salt of request {self.request_id} must be a str without surrogates, got {self.salt!r}")
         self.token_ids = list(self.prompt_ids)
         params = self.params
+        self.logprobs = LogprobList(params.logprobs or 0)
+        self.prompt_logprobs = LogprobList(params.prompt_logprobs or 0)
         flags = {
             RowFlags.PENALTIES: params.has_penalties,
             RowFlags.TOKENS: bool(params.logit_bias) or params.min_tokens > 0 or params.allowed_token_ids is not None,
@@ -446,7 +429,7 @@ class Request:
         self.request_slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0
-        del self.logprobs[len(self.output_ids) :]
+        self.logprobs.truncate(len(self.output_ids))
 
     def ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:
         """Whether the request ends after this token, because it is a stop token, or one of the model's end-of-sequence

@@ -242,7 +242,8 @@ class Scheduler:
                 request.num_computed = min(computed, self._limit(request) - 1)
             if row.num_drafts:
                 self._count_drafts(row, got, len(new) - 1)
-            request.logprobs.extend(got.logprobs[: len(new)])  # before the tokens, so that every token has an entry
+            if got.logprobs is not None:
+                request.logprobs.extend(got.logprobs[: len(new)])  # before the tokens, so that every token has an entry
             request.token_ids.extend(token for token in new if token != NONFINITE)
             self._publish(request)
             if reason:

@@ -18,13 +18,15 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import pallas_attn.cache
 import pallas_attn.models.engine
 from pallas_attn.models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
 from pallas_attn.models.engine import engine as engine_module
-from pallas_attn.models.engine.request import NONFINITE, Request, TokenLogprobs
+from pallas_attn.models.engine.logprob_list import LogprobList
+from pallas_attn.models.engine.request import NONFINITE, Request
 from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
@@ -95,8 +97,9 @@ class FakeResult:
         return each
 
 
-def logprobs_of(tokens: Sequence[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token, -1.0, 1, ()) for token in tokens]
+def logprobs_of(tokens: Sequence[int]) -> LogprobList:
+    minus_one = np.float32(-1).view(np.int32)
+    return LogprobList(0, np.array([[token, minus_one, 1] for token in tokens], np.int32))
 
 
 class FakeRunner:
@@ -147,7 +150,7 @@ class FakeRunner:
                 max(got[-1], 0),
                 len(seen) - drafts + len(got),
             )
-        return RowTokens(got, drafts, logprobs_of(got) if row.request.params.logprobs is not None else ())
+        return RowTokens(got, drafts, logprobs_of(got) if row.request.params.logprobs is not None else None)
 
     def store(self, places: list[Any], seen: list[Any]) -> None:
         self.memory |= zip(places, seen, strict=True)

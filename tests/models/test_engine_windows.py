@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import random
 
 import jax
@@ -238,3 +239,14 @@ def test_no_compilation_after_warmup():
     assert tuple(tuple(output.output_ids) for output in outputs) == expected
     assert events == []
     assert under_test.stats().compilations == compiled == 3
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_warmup_freezes_objects_only_as_an_option(freezes):
+    under_test = make(dataclasses.replace(ENGINES["short of pages"], freeze_objects=freezes))
+    before = gc.get_freeze_count()
+    try:
+        under_test.warmup()
+        assert (gc.get_freeze_count() > before) == freezes
+    finally:
+        gc.unfreeze()

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from pallas_attn.models.engine.request import Request, TokenLogprobs
+from pallas_attn.models.engine.logprob_list import LogprobList
+from pallas_attn.models.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class RowTokens(NamedTuple):
         logits were NaN or infinite. Empty if the row was idle, because the request reached its limit in an earlier
         step.
       drafted: Number of verified drafts. If the drafts form a tree, length of its longest branch of verified drafts.
-      logprobs: Log probabilities of `tokens`; empty if the request does not want them.
+      logprobs: Log probabilities of `tokens`; None if the request does not want them.
     """
 
     tokens: Sequence[int]
     drafted: int = 0
-    logprobs: Sequence[TokenLogprobs] = ()
+    logprobs: LogprobList | None = None
 
 
 @dataclass(frozen=True, eq=False)

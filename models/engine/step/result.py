@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.logprob_list import LogprobList
 from pallas_attn.models.engine.logprobs import read_logprobs
-from pallas_attn.models.engine.request import Request, TokenLogprobs
+from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.speculation.step import Drafts, read_tokens
 from pallas_attn.models.engine.step.plain import StepOutputs
 from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
@@ -85,7 +86,7 @@ class StepResult:
                 rows += self._with_logprobs(plan, self._sampled_by(plan, tokens), logprobs)
         return rows
 
-    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
+    def prompt_logprobs(self) -> list[tuple[Request, int, LogprobList]]:
         """Wait until the step has ended. Return the log probabilities of prompt tokens that this step computed: the
         request, the position of the token before the first of them, and the log probabilities."""
         each = []
