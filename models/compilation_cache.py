@@ -5,13 +5,16 @@ process loads the programs of the engine instead of compiling them. The setting 
 programs of other code. `import pallas_attn` does not change it.
 
 JAX executes the programs in the folder. Therefore the folder and its files must belong to this user or to root, other
-users must not be able to write to the folder or to replace it, and a new folder has mode 0700.
+users must not be able to write to the folder or to replace it, and a new folder has mode 0700. Parent folders may be
+writable for the user's private group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
+import pwd
 import stat
 import warnings
 from pathlib import Path
@@ -117,8 +120,10 @@ def _check_trusted(folder: Path) -> None:
         )
     for parent in folder.parents:
         status = os.stat(parent)
-        # Groups may write: many systems have a group per user. The sticky bit of /tmp prevents renaming.
-        if not _is_ours(status) or (status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX):
+        others_write = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
+        )
+        if not _is_ours(status) or (others_write and not status.st_mode & stat.S_ISVTX):  # the sticky bit: no renaming
             raise _Untrusted(f"other users can replace {folder}, because they own {parent} or can write it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise _Untrusted(f"{folder} cannot be written")
@@ -127,6 +132,16 @@ def _check_trusted(folder: Path) -> None:
             with contextlib.suppress(FileNotFoundError):  # another process may delete it
                 if not _is_ours(entry.stat(follow_symlinks=False)) or entry.is_symlink():
                     raise _Untrusted(f"{entry.path} is a symbolic link or belongs to another user; delete it")
+
+
+def _is_private(group_id: int) -> bool:
+    """Return whether only this user is in a group: the primary group of the user with the user's name. Many systems
+    have one for each user, and a umask that lets it write."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return user.pw_gid == group_id and user.pw_name == group.gr_name and {*group.gr_mem} <= {user.pw_name}
 
 
 def _is_ours(status: os.stat_result) -> bool:

@@ -48,8 +48,8 @@ class EngineConfig:
       kv_scales: static scales of quantised keys and values. None for scales that are computed when a token is written:
         one per token and KV head.
       decode_buckets: numbers of decode rows to which steps are padded, ascending, the last one equal to max_num_seqs.
-        None for 1, 4, 16, 32, 64, ... up to max_num_seqs, and max_num_seqs. With few rows, a step takes as long as the
-        weights are read, so idle rows cost little.
+        None for 1, 4, 16, 32, 64, ... up to max_num_seqs, and max_num_seqs: fewer programs than with all powers of two.
+        The cost of idle rows was not measured.
       prefill_buckets: numbers of prompt tokens to which steps are padded, ascending, the last one equal to
         max_batched_tokens. None for 32, 128, 512, ... (factor 4) up to max_batched_tokens, and max_batched_tokens.
         Without data parallelism, a step takes fewer prompt tokens if padding to the next size would cost more than
@@ -148,9 +148,9 @@ class EngineConfig:
         table_pages = -(-max_model_len // self.page_size)
         decode, prefill = (self.max_num_seqs,), (self.max_batched_tokens,)
         if not self.batch_invariant:
-            few = _powers(4, 1, min(self.max_num_seqs, 16))
-            decode = self.decode_buckets or tuple(sorted({*few, *_powers(2, 16, self.max_num_seqs)}))
-            prefill = self.prefill_buckets or _powers(4, 32, self.max_batched_tokens)
+            few = powers(4, 1, min(self.max_num_seqs, 16))
+            decode = self.decode_buckets or tuple(sorted({*few, *powers(2, 16, self.max_num_seqs)}))
+            prefill = self.prefill_buckets or powers(4, 32, self.max_batched_tokens)
         return RunnerConfig(
             num_pages=self.num_pages,
             page_size=self.page_size,
@@ -181,7 +181,7 @@ class EngineConfig:
         return self.max_prefill_seqs or min(self.max_num_seqs, 8)
 
 
-def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
+def powers(base: int, first: int, last: int) -> tuple[int, ...]:
     """Return first, first · base, first · base², ... below last, and last."""
     below = itertools.takewhile(lambda size: size < last, (first * base**i for i in itertools.count()))
     return (*below, last)

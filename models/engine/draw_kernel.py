@@ -13,8 +13,10 @@ One program handles one row. It reads the row from L2 in several passes:
         candidate = next
 
 Top-p excludes a rejected candidate and all tokens that are less likely. Therefore the loop finds the token with the
-highest perturbed logit of all tokens that top-p allows, without a search for the boundary of these tokens. It usually
-takes one or two passes.
+highest perturbed logit of all tokens that top-p allows, without a search for the boundary of these tokens. If no token
+has a large share of the total, it takes 1 + ln(1 / top_p) passes on average: 1.1 for 0.9, 1.7 for 0.5, and 3.3 for 0.1.
+A simulation of rows with four distributions of logits agrees (at most 1.2, 1.7 and 3.3; the longest of 300 loops for
+top_p = 0.9 took 4 passes).
 
 `sampler` describes perturbed logits, and draws the same tokens without Triton.
 """

@@ -89,7 +89,7 @@ _LEAST_NOISE = 32  # number of positions that provide noise, if the sequence is 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A request and the engine's output for the request.
+    """A request and the engine's output for the request. A request with a token filter cannot be verified.
 
     Attributes:
       prompt_ids, output_ids: token ids of the prompt and of the output.
@@ -389,8 +389,12 @@ class PlainRun:
         """Choose a token after the prompt and after each output token, and compute the losses of the output tokens.
 
         Raises:
-          NotImplementedError: the request has parameters that change logits depending on earlier tokens or by token id.
+          NotImplementedError: the request has parameters that change logits depending on earlier tokens or by token id,
+            or that need a tokenizer, such as bad_words and structured_outputs.
         """
+        if names := decoded.params.text_level():
+            reason = "the plain run has no tokenizer and no token filters"
+            raise NotImplementedError(f"params: {reason}, so it does not verify {', '.join(names)}")
         flags = Request("verified", tuple(decoded.prompt_ids), decoded.params).flags
         if flags & (RowFlags.PENALTIES | RowFlags.TOKENS) or decoded.params.extra_args:
             raise NotImplementedError(

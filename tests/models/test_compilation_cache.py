@@ -131,7 +131,7 @@ class TestHostileFolder:
         with mock.patch.object(os, "geteuid", return_value=user):  # another user runs the process
             refused(folder, "other users own .*folder or can access it")
 
-    @pytest.mark.parametrize(("mode", "is_used"), [(0o777, False), (0o1777, True), (0o775, True), (0o757, False)])
+    @pytest.mark.parametrize(("mode", "is_used"), [(0o777, False), (0o1777, True), (0o757, False), (0o1775, True)])
     def test_parent_folder_in_which_others_can_rename(self, tmp_path: Path, mode: int, is_used: bool) -> None:
         parent = tmp_path / "parent"
         (parent / "folder").mkdir(parents=True)
@@ -141,6 +141,35 @@ class TestHostileFolder:
             assert enabled(parent / "folder") == parent / "folder"
         else:
             refused(parent / "folder", "other users can replace .*folder, because they own .*parent or can write it")
+
+    @pytest.mark.parametrize(
+        ("group", "members", "primary", "is_used"),
+        [
+            ("ada", [], True, True),
+            ("ada", ["ada"], True, True),
+            ("ada", ["ada", "eve"], True, False),
+            ("staff", [], True, False),
+            ("ada", [], False, False),
+            (None, [], True, False),
+        ],
+    )
+    def test_parent_folder_that_a_group_can_write(
+        self, tmp_path: Path, group: str | None, members: list[str], primary: bool, is_used: bool
+    ) -> None:
+        """Only a group that has no other member may write."""
+        parent = tmp_path / "parent"
+        (parent / "folder").mkdir(mode=0o700, parents=True)
+        parent.chmod(0o775)
+        gid = parent.stat().st_gid
+        user = mock.Mock(pw_name="ada", pw_gid=gid if primary else gid + 1)
+        of_group = {"side_effect": KeyError(gid)} if group is None else {"return_value": mock.Mock(gr_mem=members)}
+        with mock.patch("pwd.getpwuid", return_value=user), mock.patch("grp.getgrgid", **of_group) as found:
+            if group is not None:
+                found.return_value.gr_name = group
+            if is_used:
+                assert enabled(parent / "folder") == parent / "folder"
+            else:
+                refused(parent / "folder", "other users can replace .*folder, because they own .*parent or can write")
 
     def test_link_to_a_folder_that_others_can_write(self, tmp_path: Path) -> None:
         folder, link = tmp_path / "folder", tmp_path / "link"

@@ -89,7 +89,7 @@ class FakeResult:
     def sampled(self) -> list[RowTokens]:
         return self.rows
 
-    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprobs]]]:
+    def prompt_logprobs(self) -> list[tuple[Request, int, LogprobList]]:
         each = []
         for row in self.plans[0].prefill:
             ids = row.request.prompt_ids[row.start + 1 : row.start + 1 + row.num_scored]

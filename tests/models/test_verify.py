@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_attn.models.checkpoints import load_model
-from pallas_attn.models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
+from pallas_attn.models.engine import (
+    Decoded,
+    Difference,
+    PlainRun,
+    RequestCheck,
+    SamplingParams,
+    StructuredOutputs,
+    Verification,
+)
 from pallas_attn.models.engine.verify import SIGMAS, RoundingLoss, verify
 from tests.kit.slow_cases import slow_cases
 
@@ -241,4 +249,17 @@ def test_bfloat16_model_rejects_outputs_of_other_prompts(cases):
 @pytest.mark.parametrize("params", [{"presence_penalty": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}])
 def test_parameters_that_change_logits_are_not_supported(plain, cases, params):
     with pytest.raises(NotImplementedError, match="params: the plain run has no repetition_penalty"):
+        plain.choose(cases[0].decoded(**params))
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({"structured_outputs": StructuredOutputs(regex="a*")}, "structured_outputs"),
+        ({"bad_words": ["a"], "stop": ["b"]}, "stop, bad_words"),
+    ],
+)
+def test_parameters_that_need_a_tokenizer_are_not_verified(plain, cases, params, names):
+    message = f"params: the plain run has no tokenizer and no token filters, so it does not verify {names}"
+    with pytest.raises(NotImplementedError, match=message):
         plain.choose(cases[0].decoded(**params))

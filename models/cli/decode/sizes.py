@@ -12,6 +12,7 @@ from pallas_attn.models.cli.command_line import as_usage_error
 from pallas_attn.models.config import ModelConfig
 from pallas_attn.models.decoder import KVScales
 from pallas_attn.models.engine import EngineConfig
+from pallas_attn.models.engine.config import powers
 
 STEP_TOKENS = 512
 """Default of --max-batched-tokens."""
@@ -70,12 +71,12 @@ def engine_config(options: argparse.Namespace, config: ModelConfig, prompt_lens:
         return sizes
     if options.decode_buckets is None:
         num_seqs = min(num_seqs, of_rank)
-        sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_powers(4, 64, num_seqs))
+        sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=powers(4, 64, num_seqs))
     if options.prefill_buckets is None:
         most = max(num_seqs, min(sum(lengths), sizes.prefill_seqs * lengths[-1]))  # prompt tokens of any step
         num_tokens = min(num_tokens, max(32, 1 << (most - 1).bit_length()))
         padding = max(of_rank - sizes.max_num_seqs, 0) * num_tokens
-        buckets = (num_tokens,) if padding <= MAX_PADDING else _powers(4, 32, num_tokens)
+        buckets = (num_tokens,) if padding <= MAX_PADDING else powers(4, 32, num_tokens)
         sizes = dataclasses.replace(sizes, max_batched_tokens=num_tokens, prefill_buckets=buckets)
     return sizes
 
@@ -92,15 +93,6 @@ def rounded_up(number: int) -> int:
     48, 56, 64, 80, ..."""
     step = max(4, 1 << max(number.bit_length() - 3, 0))
     return -(-number // step) * step
-
-
-def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
-    """Return first, first · base, first · base², ... below last, and last."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= base
-    return (*sizes, last)
 
 
 def _read_kv_scales(options: argparse.Namespace) -> KVScales | None:
