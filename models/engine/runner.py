@@ -1,17 +1,9 @@
-"""The runner: owns weights and caches on the device, compiles each step shape once, and launches planned steps.
+"""The runner: owns weights and caches on the device, and launches planned steps.
 
-A step consists of several programs, in this order:
-
-    propose    drafts of the decode rows; only with speculation, in steps with drafts
-    forward    logits of the rows that sample; updates the caches
-    score      log probabilities of prompt tokens; only in steps with a request that wants them
-    sample     tokens, from the logits and from the token masks that the host computes
-
-If no row of a step needs a token mask, `Runner.launch` launches all of them. Otherwise it launches all except `sample`,
-and the caller launches `sample` with `Runner.sample` as soon as it has read the tokens of the previous step.
-
-`forward` is compiled for each bucket (padded shape of a step). The other programs depend on fewer sizes, so several
-buckets share them.
+A step consists of several programs, which `step/compiler.py` compiles: `propose` (drafts), `forward`, `score` (log
+probabilities of prompt tokens) and `sample`, in this order. If no row of a step needs a token mask, `Runner.launch`
+launches all of them. Otherwise it launches all except `sample`, and the caller launches `sample` with `Runner.sample`
+as soon as it has read the tokens of the previous step.
 """
 
 from __future__ import annotations
@@ -21,19 +13,17 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
-from pallas_attn import compile_ahead
-from pallas_attn.models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, split_module, with_settings
+from pallas_attn.models.decoder import Caches, Decoder, over_mesh, with_settings
 from pallas_attn.models.decoder.mesh import DATA, cache_partition
-from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM, gpu_options
+from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.distributed.processes import Processes
 from pallas_attn.models.engine.group_sizes import GroupSizes
@@ -41,9 +31,7 @@ from pallas_attn.models.engine.kv_transfer.cache_rows import CacheRows
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
 from pallas_attn.models.engine.logit_edits import EditState, pack_writes, write_size, write_slot
 from pallas_attn.models.engine.request import RowFlags
-from pallas_attn.models.engine.speculation import step as speculative
 from pallas_attn.models.engine.speculation.step import (
-    Drafts,
     SpeculativeState,
     allocate_state,
     check_trees,
@@ -51,39 +39,13 @@ from pallas_attn.models.engine.speculation.step import (
     proposer_sizes,
     state_partition,
 )
-from pallas_attn.models.engine.step import plain
+from pallas_attn.models.engine.step.compiler import OnCompiled, RunnerState, StepCompiler, is_on_gpu
 from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
 from pallas_attn.models.engine.step.masks import FilterErrors, has_masks, needs_drafts, step_masks
-from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
+from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import StepOutputs
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step.result import StepResult, Unsampled
-
-type OnCompiled = Callable[[int, int], object]
-"""Function that receives the number of compiled buckets and the number of all buckets to compile."""
-
-
-type ProgramName = Literal["propose", "forward", "score", "sample"]
-
-
-class SharedProgram(NamedTuple):
-    """Key of a compiled program that several buckets may share.
-
-    Attributes:
-      name: name of the program.
-      bucket: bucket with the sizes that the program depends on; the other sizes are 0.
-    """
-
-    name: ProgramName
-    bucket: Bucket
-
-
-_OF_RANKS = PartitionSpec(DATA)
-"""Partition of arrays with a part for each data rank."""
-
-_READ: Any = object()
-"""Entry of a tree of partitions for an array that the host reads: `_OF_RANKS`, or with several processes
-`PartitionSpec()`, so that every process has the whole array."""
 
 
 class Runner:
@@ -103,15 +65,19 @@ class Runner:
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         config = dataclasses.replace(config, max_logprobs=min(config.max_logprobs, model.config.vocab_size))
-        self._config, self._mesh, self._processes = config, model.mesh, processes
-        self._num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
-        self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
-        self._step, self._weights = split_model(model)
-        self._rebuild, _ = split_module(model)
-        self._model = model
+        self._config, self._mesh, self._processes, self._model = config, model.mesh, processes, model
         self._prepare_state(model)
         self._rows = CacheRows(model, config, self._specs)
-        self._prepare_programs(model)
+        self._programs = programs = StepCompiler(model, config, self._state_specs, gathers=processes is not None)
+        self._weights, self._num_ranks, self._placement = programs.weights, programs.num_ranks, programs.placement
+        if config.speculate is not None:
+            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
+            config.speculate.proposer.check(model.config, self._proposer_sizes)
+            if config.speculate.proposer.makes_trees:
+                check_trees(model.config, model.settings, model.contexts)
+        self._long = self._long_steps(model)
+        self._layered: LayeredStep | None = None
+        self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
         self._num_steps = 0
         self.compile_s = 0.0
         self._caches: Caches = ()
@@ -138,8 +104,8 @@ class Runner:
             self._state_specs = cache_partition(model.part, self._specs, model.contexts), rows, PartitionSpec(DATA)
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
 
-    def _prepare_programs(self, model: Decoder) -> None:
-        """Choose the function of a step, and whether long steps are split into several programs."""
+    def _long_steps(self, model: Decoder) -> LayeredStep | None:
+        """Return how long steps are split into several programs; None if they are single programs."""
         config = self._config
         # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
         # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
@@ -148,21 +114,12 @@ class Runner:
         needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
-        self._long = None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
-        self._layered: LayeredStep | None = None
-        self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
-        self._compiled: dict[Bucket, Any] = {}  # the forward programs
-        self._shared: dict[SharedProgram, Any] = {}  # the other programs of steps
-        if config.speculate is not None:
-            self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
-            config.speculate.proposer.check(model.config, self._proposer_sizes)
-            if config.speculate.proposer.makes_trees:
-                check_trees(model.config, model.settings, model.contexts)
+        return None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
 
     @property
     def num_compilations(self) -> int:
         """Number of compiled buckets."""
-        return len(self._compiled)
+        return len(self._programs.forward)
 
     @property
     def cache_bytes(self) -> int:
@@ -182,13 +139,15 @@ class Runner:
         if self._last_tokens is None:
             self._caches, self._edits = (), None  # memory may not hold old and new caches together
             self._caches, self._last_tokens, self._edits = self._make_state()
-            for shape in {self._mask_shape(bucket) for bucket in self.buckets()}:
+            for shape in {self._programs.mask_shape(bucket) for bucket in self.buckets()}:
                 self._no_masks[shape] = self._put(np.zeros(shape, np.uint32))
         return self._last_tokens
 
-    def _mask_shape(self, bucket: Bucket) -> tuple[int, int]:
-        """Shape of the bit masks of allowed tokens of all data ranks: one mask for each row of logits."""
-        return self._num_ranks * self._config.num_logits(bucket), -(-self._model.config.vocab_size // 32)
+    def _state(self) -> RunnerState:
+        """Return the arrays for which programs are compiled."""
+        return RunnerState(
+            last_tokens=self._allocate(), caches=self._caches, edits=self._edits, no_masks=self._no_masks
+        )
 
     def _put(self, array: np.ndarray) -> Array:
         """Copy an array to the devices, one part per data rank along axis 0."""
@@ -291,11 +250,12 @@ class Runner:
         loads its kernels, the second records CUDA graphs. These runs come last, because XLA drops the CUDA graphs of
         all programs when it loads another program.
         """
-        new = [bucket for bucket in buckets if bucket not in self._compiled]
+        new = [bucket for bucket in buckets if bucket not in self._programs.forward]
         if not new:
             return
         with contextlib.nullcontext() if self._processes is None else self._processes.busy(), self._timing():
-            self._compiled |= self._compile({bucket: self._split_of(bucket) for bucket in new}, on_compiled)
+            splits = {bucket: self._split_of(bucket) for bucket in new}
+            self._programs.forward |= self._programs.compile(splits, self._state(), on_compiled)
             self._warm_up()
 
     def compile_writes(self) -> None:
@@ -326,151 +286,6 @@ class Runner:
         """Return how steps of a bucket are split into programs; None for a single program."""
         return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
-    def _compile(
-        self, new: Mapping[Bucket, LayeredStep | None], on_compiled: OnCompiled | None = None
-    ) -> dict[Bucket, Any]:
-        """Compile the programs of each bucket. Return the forward programs: one program per bucket, or several programs
-        if a `LayeredStep` is given. Store the other programs in `_shared`."""
-        last_tokens = self._allocate()
-        on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
-        report = on_compiled or _ignore
-        report(0, len(new))
-        with ThreadPoolExecutor() as threads, compile_ahead(threads):
-
-            def start(bucket: Bucket, lowered: jax.stages.Lowered) -> Future[Any]:
-                return threads.submit(lowered.compile, gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None)
-
-            results: dict[Bucket, Callable[[], Any]] = {}
-            shared: dict[SharedProgram, Future[Any]] = {}
-            for bucket, layered in new.items():
-                if layered is None:
-                    results[bucket] = start(bucket, self._lower("forward", bucket)).result
-                else:
-                    with _without_source_lines():
-                        state, start_part = (self._caches, last_tokens), functools.partial(start, bucket)
-                        results[bucket] = layered.compile(bucket, self._weights, *state, start_part)
-                for program in self._shared_programs(bucket):
-                    if program not in self._shared and program not in shared:
-                        shared[program] = start(program.bucket, self._lower(*program))
-            compiled: dict[Bucket, Any] = {}
-            for bucket, result in results.items():
-                compiled[bucket] = result()
-                if len(compiled) == len(new):
-                    self._shared |= {program: future.result() for program, future in shared.items()}
-                report(len(compiled), len(new))
-            return compiled
-
-    def _shared_programs(self, bucket: Bucket) -> list[SharedProgram]:
-        """Return the programs of steps of a bucket besides `forward`."""
-        programs = [self._shared_program("propose", bucket)] if has_drafts(bucket) else []
-        if bucket.prefill_tokens and not bucket.skips_layers:
-            programs.append(self._shared_program("score", bucket))
-        return [*programs, self._shared_program("sample", bucket)]
-
-    def _shared_program(self, name: ProgramName, bucket: Bucket) -> SharedProgram:
-        """Return the key of a program of a bucket in `_shared`.
-
-        Without speculation, `sample` depends only on the number of rows. With speculation it updates the proposer's
-        state with all tokens of the step.
-        """
-        match name:
-            case "propose":
-                return SharedProgram(name, Bucket(bucket.decode_rows, 0, num_drafts=bucket.num_drafts))
-            case "score":
-                return SharedProgram(name, Bucket(0, bucket.prefill_tokens))
-            case _ if self._config.speculate is None:
-                return SharedProgram(name, Bucket(self._config.num_rows(bucket), 0))
-            case _:
-                return SharedProgram(name, dataclasses.replace(bucket, all_logits=False, skips_layers=False))
-
-    def _lower(self, name: ProgramName, bucket: Bucket) -> jax.stages.Lowered:
-        """Trace and lower a program. On a mesh it is the part of each device.
-
-        Args:
-          name: name of the program.
-          bucket: sizes of the program, from `_shared_program`; for "forward" the bucket of the step.
-        """
-        config, last_tokens = self._config, self._allocate()
-        drafting = config.speculate is not None
-        caches, state, edits = self._state_specs
-        own: Any = (config,) if name == "sample" and not drafting else (config, bucket)
-        arguments: tuple[Any, ...]
-        match name:
-            case "propose":
-                function, donated = speculative.propose, (1,)
-                arguments = self._proposer_weights, last_tokens, self._packed_shape(bucket)
-                specs = (state, _OF_RANKS), (_OF_RANKS, _READ, state)
-            case "forward":
-                function, donated = speculative.forward if drafting else plain.forward, (1,)
-                own = self._step, *own
-                packed, drafts = self._packed_shape(bucket), self._draft_shapes(bucket)
-                arguments = self._weights, self._caches, last_tokens, packed, drafts
-                outputs = StepOutputs(*[_OF_RANKS] * len(StepOutputs._fields))._replace(prompt_logits=_READ)
-                specs = (caches, state, _OF_RANKS, _OF_RANKS), (outputs, caches)
-            case "score":
-                function, donated, own = plain.score_prompts, (), (self._logits_of, config)
-                tokens = self._shape(jnp.int32, bucket.prefill_tokens)
-                arguments = self._weights, self._hidden_shape(bucket.prefill_tokens), tokens
-                specs = (_OF_RANKS, _OF_RANKS), _READ
-            case "sample":
-                function, donated = speculative.sample if drafting else plain.sample, (1, 2, 3)
-                moved, of_moved = (self._caches, caches) if self._moves_tokens(bucket) else ((), ())
-                shapes, masks = self._output_shapes(bucket), self._no_masks[self._mask_shape(bucket)]
-                inputs = shapes, self._draft_shapes(bucket), masks
-                arguments = self._proposer_weights, moved, last_tokens, self._edits, *inputs
-                specs = (of_moved, state, edits, *[_OF_RANKS] * 3), (_READ, _READ, of_moved, state, edits)
-        of_program = functools.partial(function, *own)
-        if self._mesh is not None:
-            of_arguments, of_results = specs
-            if self._processes is not None:
-                of_program = _gathering(of_program, of_results)
-            read = _OF_RANKS if self._processes is None else PartitionSpec()
-            of_results = jax.tree.map(lambda spec: read if spec is _READ else spec, of_results)
-            of_program = over_mesh(of_program, self._mesh, (specs_of(arguments[0]), *of_arguments), of_results)
-        with _without_source_lines():
-            return jax.jit(of_program, donate_argnums=donated).lower(*arguments)
-
-    def _shape(self, dtype: Any, rows: int, *dims: int) -> jax.ShapeDtypeStruct:
-        """Shape of an argument of a program with `rows` rows for each data rank."""
-        return jax.ShapeDtypeStruct((self._num_ranks * rows, *dims), dtype, sharding=self._placement)
-
-    def _packed_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
-        return self._shape(jnp.int32, PackedStep.size(self._config, bucket))
-
-    def _hidden_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        return self._shape(self._model.embed_tokens.dtype, num_tokens, self._model.config.hidden_size)
-
-    def _draft_shapes(self, bucket: Bucket) -> Drafts | None:
-        """Shapes of the result of `propose`; None for a bucket without drafts."""
-        if not has_drafts(bucket):
-            return None
-        drafts: Any = self._shape(jnp.int32, bucket.decode_rows, bucket.num_drafts)
-        counts: Any = self._shape(jnp.int32, bucket.decode_rows)
-        is_tree = self._config.speculate is not None and self._config.speculate.proposer.makes_trees
-        return Drafts(drafts, counts, drafts if is_tree else None)
-
-    def _output_shapes(self, bucket: Bucket) -> StepOutputs:
-        """Shapes of the outputs of `forward` that `sample` needs."""
-        config, num_logits = self._config, self._config.num_logits(bucket)
-        logits = self._shape(jnp.float32, num_logits, self._model.config.vocab_size)
-        if config.speculate is None:
-            return StepOutputs(self._shape(jnp.int32, RowParameters.size(config, num_logits)), logits)
-        packed = self._packed_shape(bucket)
-        if not config.speculate.proposer.needs_hidden:
-            return StepOutputs(packed, logits)
-        num_decode = bucket.decode_rows * (1 + bucket.num_drafts)
-        hidden = self._hidden_shape(bucket.prefill_tokens) if bucket.prefill_tokens else None
-        return StepOutputs(packed, logits, hidden, self._hidden_shape(num_decode))
-
-    def _moves_tokens(self, bucket: Bucket) -> bool:
-        """Whether `sample` moves the cache entries of accepted drafts, which it does if the drafts form trees."""
-        speculate = self._config.speculate
-        return speculate is not None and speculate.proposer.makes_trees and has_drafts(bucket)
-
-    def _logits_of(self, weights: Any, hidden: Array) -> Array:
-        """Return the logits of hidden states after the final norm."""
-        return self._rebuild(weights).logits(hidden)
-
     def cut_steps(self, num_programs: int) -> None:
         """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""
         if self._layered is None or self._layered.num_programs != num_programs:
@@ -487,7 +302,7 @@ class Runner:
         new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in self._copied]
         if new:
             with self._timing():
-                self._compile({bucket: layered for bucket in new if bucket not in layered.compiled})
+                self._programs.compile({b: layered for b in new if b not in layered.compiled}, self._state())
                 warm_up_rows(self._caches, groups, layered.layer_ranges)
                 self._warm_up()
                 self._copied |= {*new}
@@ -495,9 +310,9 @@ class Runner:
 
     def _warm_up(self) -> None:
         """On a GPU, run every compiled step twice without rows."""
-        if _is_on_gpu(self._allocate()):
+        if is_on_gpu(self._allocate()):
             of_layers = {} if self._layered is None else self._layered.compiled
-            for bucket, step in [*self._compiled.items(), *of_layers.items()] * 2:
+            for bucket, step in [*self._programs.forward.items(), *of_layers.items()] * 2:
                 self._run_idle(bucket, step)
 
     # --- steps
@@ -527,7 +342,7 @@ class Runner:
         copy, last = None, range(0)
         if on_layer is None:
             self.compile([bucket])
-            forward = self._compiled[bucket]
+            forward = self._programs.forward[bucket]
         else:
             step = self.compile_layers([bucket]).compiled[bucket]
             copy, last = copying_rows(rows, self._config.groups or (), on_layer), step.layer_ranges[-1]
@@ -566,7 +381,7 @@ class Runner:
         bucket, for_host, drafts = result.bucket, result.unsampled.for_host, None
         if for_host is not None and needs_drafts(result.plans):
             drafts = np.asarray(for_host) if self._processes is None else self._processes.read(for_host)
-        shape = self._mask_shape(bucket)
+        shape = self._programs.mask_shape(bucket)
         masks, errors = step_masks(result.plans, bucket, shape, drafts, self._model.config.eos_token_ids)
         if self._processes is not None:
             result.read = self._processes.announce(f"token masks {self._num_steps - 1}", masks.tobytes())
@@ -588,12 +403,12 @@ class Runner:
         on_devices, last_tokens = self._put(packed), self._allocate()
         drafts = for_host = None
         if has_drafts(bucket):
-            program, of_decode = self._shared_program("propose", bucket), on_devices
+            program, of_decode = self._programs.shared_program("propose", bucket), on_devices
             if bucket.prefill_tokens:
                 decode = [plan and plan.without_prefill() for plan in plans]
                 of_decode = self._put(self._pack(program.bucket, decode))
-            arguments = self._proposer_weights, last_tokens, of_decode
-            drafts, for_host, last_tokens = self._shared[program](*arguments)
+            arguments = self._programs.proposer_weights, last_tokens, of_decode
+            drafts, for_host, last_tokens = self._programs.shared[program](*arguments)
             self._last_tokens = last_tokens
         outputs, self._caches = forward(self._weights, self._caches, last_tokens, on_devices, drafts)
         return Unsampled(outputs, drafts, for_host)
@@ -609,7 +424,7 @@ class Runner:
                 known = row.request.token_ids[row.start + 1 : row.start + 1 + row.num_scored]
                 of_rank[begin : begin + len(known)] = known
                 begin += row.num_tokens
-        score = self._shared[self._shared_program("score", bucket)]
+        score = self._programs.shared[self._programs.shared_program("score", bucket)]
         words = score(self._weights, outputs.prompt_hidden, self._put(tokens.reshape(-1)))
         words.copy_to_host_async()
         return words
@@ -628,13 +443,13 @@ class Runner:
 
     def _run_sample(self, bucket: Bucket, unsampled: Unsampled, masks: np.ndarray | None) -> tuple[Array, Array]:
         """Start the program that samples. Return the tokens and their log probabilities."""
-        program = self._shared[self._shared_program("sample", bucket)]
-        speculate, moves = self._config.speculate, self._moves_tokens(bucket)
-        of_masks = self._no_masks[self._mask_shape(bucket)] if masks is None else self._put(masks)
+        program = self._programs.shared[self._programs.shared_program("sample", bucket)]
+        speculate, moves = self._config.speculate, self._programs.moves_tokens(bucket)
+        of_masks = self._no_masks[self._programs.mask_shape(bucket)] if masks is None else self._put(masks)
         needs_hidden = speculate is not None and speculate.proposer.needs_hidden
         state = self._caches if moves else (), self._last_tokens, self._edits
         inputs = unsampled.outputs.for_sampling(needs_hidden=needs_hidden), unsampled.drafts, of_masks
-        results = program(self._proposer_weights, *state, *inputs)
+        results = program(self._programs.proposer_weights, *state, *inputs)
         tokens, logprobs, caches, self._last_tokens, self._edits = results
         if moves:
             self._caches = caches
@@ -658,7 +473,7 @@ class Runner:
 
     def run_idle(self, bucket: Bucket) -> None:
         """Run a compiled bucket without rows and wait for it. Caches and tokens do not change."""
-        self._run_idle(bucket, self._compiled[bucket])
+        self._run_idle(bucket, self._programs.forward[bucket])
 
     def _run_idle(self, bucket: Bucket, forward: Callable[..., Any]) -> None:
         """Run all programs of a step without rows and wait for them."""
@@ -667,49 +482,12 @@ class Runner:
         results = [self._run_sample(bucket, unsampled, None)]
         if bucket.prefill_tokens and not bucket.skips_layers:
             tokens = self._put(np.full(self._num_ranks * bucket.prefill_tokens, -1, np.int32))
-            score = self._shared[self._shared_program("score", bucket)]
+            score = self._programs.shared[self._programs.shared_program("score", bucket)]
             results.append(score(self._weights, unsampled.outputs.prompt_hidden, tokens))
         jax.block_until_ready(results)
-
-    @property
-    def _proposer_weights(self) -> Any:
-        """Weights of the proposer; () without speculation. A proposer may replace its weights between steps."""
-        return () if self._config.speculate is None else self._config.speculate.proposer.weights
 
     def _pack(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> Int32[np.ndarray, "n"]:
         """Pack the metadata of all data ranks into one array."""
         idle = StepPlan((), (), self._config.empty_tables)
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
-
-
-@contextlib.contextmanager
-def _without_source_lines() -> Iterator[None]:
-    """Lower without Python source locations. XLA records the locations of every kernel, which takes seconds for a step
-    with prompts. Names of operations are not affected."""
-    name = "jax_traceback_in_locations_limit"
-    limit = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    try:
-        yield
-    finally:
-        jax.config.update(name, limit)
-
-
-def _ignore(num_compiled: int, num_buckets: int) -> None:
-    """`OnCompiled` that does nothing."""
-
-
-def _is_on_gpu(arrays: Any) -> bool:
-    return all(device.platform == "gpu" for device in jax.tree.leaves(arrays)[0].devices())
-
-
-def _gathering(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """Make a program return the results whose entry of `specs` is `_READ` for all data ranks on every device."""
-    everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
-
-    def gathered(*arguments: Any) -> Any:
-        results = function(*arguments)
-        return jax.tree.map(lambda spec, x: jax.tree.map(everyone, x) if spec is _READ else x, specs, results)
-
-    return gathered

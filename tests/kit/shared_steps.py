@@ -54,13 +54,13 @@ def share_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         make_runner(self, model, config, processes)
         if config.speculate is None:  # the weights of a proposer are not part of the description
             ALIKE[self] = description(model, config)
-            _, self._shared = compiled_steps.setdefault(ALIKE[self], ({}, {}))
+            _, self._programs.shared = compiled_steps.setdefault(ALIKE[self], ({}, {}))
 
     def compiling(self: Runner, buckets: Sequence[Bucket], *rest: Any) -> None:
         known, _ = compiled_steps[ALIKE[self]] if self in ALIKE else ({}, {})
-        self._compiled |= {bucket: known[bucket] for bucket in buckets if bucket in known}
+        self._programs.forward |= {bucket: known[bucket] for bucket in buckets if bucket in known}
         compile_steps(self, buckets, *rest)
-        known |= self._compiled
+        known |= self._programs.forward
 
     def plain(self: Any, model: Any, max_output: int, cache_dtype: Any = None, kv_scales: Any = None) -> None:
         make_plain(self, model, max_output, cache_dtype, kv_scales)

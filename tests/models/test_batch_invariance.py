@@ -46,8 +46,8 @@ def expect_equal_bits(model: Decoder, sizes: EngineConfig, prompts: list[list[in
     together = Engine(model, sizes)
     alone = Engine(model, dataclasses.replace(sizes, prefix_caching=False, num_pages=pages_alone))
     if pages_alone == sizes.num_pages:
-        alone._runner._compiled = together._runner._compiled
-        alone._runner._shared = together._runner._shared
+        alone._runner._programs.forward = together._runner._programs.forward
+        alone._runner._programs.shared = together._runner._programs.shared
     wanted = [alone.generate([prompt], PARAMS)[0].output_ids for prompt in prompts]
     assert [output.output_ids for output in together.generate(prompts, PARAMS)] == wanted
     assert [output.output_ids for output in together.generate(prompts[::-1], PARAMS)] == wanted[::-1]

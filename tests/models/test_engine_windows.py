@@ -211,8 +211,8 @@ def test_recycled_rows_are_never_read(monkeypatch):
     caches = []
     for poisoning in (False, True):
         under_test = make(dataclasses.replace(AMPLE, prefix_caching=False))
-        under_test._runner._compiled = engine("ample")._runner._compiled
-        under_test._runner._shared = engine("ample")._runner._shared
+        under_test._runner._programs.forward = engine("ample")._runner._programs.forward
+        under_test._runner._programs.shared = engine("ample")._runner._programs.shared
         filled = poison(under_test, monkeypatch) if poisoning else []
         outputs = under_test.generate(PROMPTS, PARAMS)
         assert tuple(tuple(output.output_ids) for output in outputs) == plain()

@@ -80,7 +80,7 @@ def tokens_of(engine: Engine, salt: str = "") -> list[list[int]]:
 
 
 def split_steps(engine: Engine) -> list[StepPrograms]:
-    return [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
+    return [step for step in engine._runner._programs.forward.values() if isinstance(step, StepPrograms)]
 
 
 @slow_cases("choices that are shared", "a dense layer and four of experts")
@@ -94,8 +94,8 @@ def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.
     engine = make(config)
     assert tokens_of(engine) == wanted
     steps = split_steps(engine)
-    assert {bucket.prefill_tokens for bucket in engine._runner._compiled} == {0, 16}
-    assert len(steps) == sum(bucket.prefill_tokens > 0 for bucket in engine._runner._compiled) > 0
+    assert {bucket.prefill_tokens for bucket in engine._runner._programs.forward} == {0, 16}
+    assert len(steps) == sum(bucket.prefill_tokens > 0 for bucket in engine._runner._programs.forward) > 0
     for step in steps:
         assert [len(piece) for piece in step.layer_ranges] == lengths
         assert len({id(program) for program in step.programs_of_layers}) == num_programs

@@ -340,11 +340,11 @@ def test_step_has_two_sums_per_layer_and_gathers_no_cache(devices: Sizes, exchan
     """
     engine = latent_engine(devices)
     engine._runner.compile([bucket := Bucket(4, 0)])
-    text = engine._runner._compiled[bucket].as_text()
+    text = engine._runner._programs.forward[bucket].as_text()
     collective = r" (all-[a-z-]+|reduce-scatter|collective-[a-z-]+|ragged-all-to-all)(?:-start)?\("
     found = re.findall(collective, text)
     assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1, **exchanged}
-    sample = engine._runner._shared[engine._runner._shared_program("sample", bucket)]
+    sample = engine._runner._programs.shared[engine._runner._programs.shared_program("sample", bucket)]
     assert re.findall(collective, sample.as_text()) == []
     gathered = [shape.split("{")[0] for shape in re.findall(r"= (\S+) all-gather(?:-start)?\(", text)]
     assert gathered.count(f"f32[4,{LATENT.vocab_size}]") == 1

@@ -153,7 +153,10 @@ def test_compiled_step_copies_no_cache(runner, bucket):
     """The output caches, and the states of request slots, of a compiled step use the memory of the donated ones, and
     none of them is copied."""
     runner.compile([bucket])
-    forward, sample = runner._compiled[bucket], runner._shared[runner._shared_program("sample", bucket)]
+    forward, sample = (
+        runner._programs.forward[bucket],
+        runner._programs.shared[runner._programs.shared_program("sample", bucket)],
+    )
     edits = runner._edits
     of_edits = sum(leaf.nbytes for leaf in jax.tree.leaves(edits))
     assert forward.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
@@ -169,7 +172,7 @@ def test_compiled_step_copies_no_cache(runner, bucket):
 
 def test_step_is_lowered_without_source_locations(runner):
     limit = jax.config.jax_traceback_in_locations_limit
-    text = runner._lower("forward", Bucket(4, 8)).as_text(debug_info=True)
+    text = runner._programs.lower("forward", Bucket(4, 8), runner._state()).as_text(debug_info=True)
     assert "mla_prefill/while" in text
     assert ".py" not in text
     assert jax.config.jax_traceback_in_locations_limit == limit > 0
@@ -204,7 +207,7 @@ def test_several_processes_compare_all_arguments_of_a_step(runner):
     processes, bucket = Recorded(), Bucket(4, 8)
     runner.compile([bucket])
     one = Runner(model(), SIZES, processes)  # pyrefly: ignore[bad-argument-type]
-    one._compiled, one._shared = runner._compiled, runner._shared
+    one._programs.forward, one._programs.shared = runner._programs.forward, runner._programs.shared
     request = Request(0, tuple(range(20)), SamplingParams(logit_bias={3: 1.0}), token_filter=Third())
     plan = dataclasses.replace(MIXED, prefill=(ScheduledRow(request, 0, 4, 5, samples=True), MIXED.prefill[1]))
     result = one.launch([plan])

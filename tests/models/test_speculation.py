@@ -357,8 +357,8 @@ def test_nonfinite_logits_end_only_their_request():
     broken = random_model(LATENTS, seed=3, settings=engine_case.QUICK)
     broken.embed_tokens[...] = broken.embed_tokens[...].at[wanted[at]].set(jnp.nan)
     engine = Engine(broken, speculating().config)
-    engine._runner._compiled = speculating()._runner._compiled
-    engine._runner._shared = speculating()._runner._shared
+    engine._runner._programs.forward = speculating()._runner._programs.forward
+    engine._runner._programs.shared = speculating()._runner._programs.shared
     tell(engine, sequences(GREEDY), 1.0)
     told: list[tuple[Any, ...]] = []
     request_id = engine.add_request(PROMPTS[1], GREEDY, on_token=lambda *got: told.append(got[1:]))

@@ -174,7 +174,10 @@ def test_without_a_consumer_the_step_is_one_program() -> None:
     plain, watched = make(LATENT_KIND), make(LATENT_KIND)
     watched.watch_written(lambda written: None)
     texts = [
-        [engine._runner._lower("forward", bucket).as_text() for bucket in engine._runner.buckets()]
+        [
+            engine._runner._programs.lower("forward", bucket, engine._runner._state()).as_text()
+            for bucket in engine._runner.buckets()
+        ]
         for engine in (plain, watched)
     ]
     assert texts[0] == texts[1]
