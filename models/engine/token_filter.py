@@ -48,7 +48,8 @@ class BatchTokenFilter(TokenFilter, Protocol):
 
         The engine calls this method instead of `allowed`, with all filters of this class that a step needs. If it
         returns an exception for a call, only the request of this call ends with the finish reason "filter_error". If it
-        raises an exception, the requests of all calls end.
+        raises an exception, the requests of all calls end. A subclass that changes `allowed` must change this method,
+        too.
 
         Args:
           calls: the calls, at least one. All filters are of class `cls`. Several calls may have the same filter.

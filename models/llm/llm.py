@@ -6,21 +6,21 @@ import dataclasses
 import functools
 import numbers
 import os
-import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from pallas_attn.models.checkpoints import IncrementalDetokenizer, Tokenizer, load_model, load_tokenizer
+from pallas_attn.models.checkpoints import Tokenizer, load_model, load_tokenizer
 from pallas_attn.models.compilation_cache import enable_compilation_cache
 from pallas_attn.models.decoder import AttentionSettings, Decoder
-from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, TokenFilter, TokenLogprobs
+from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, TokenFilter
 from pallas_attn.models.engine.outputs import RequestId
 from pallas_attn.models.engine.request import NONFINITE, FinishReason, as_integers
 from pallas_attn.models.llm.hub import TOKENIZER_FILES, model_folder
-from pallas_attn.models.llm.results import Completion, Delta, Generation, Logprob, OutputTimes, TokenLogprobTable
+from pallas_attn.models.llm.outputs import OutputSequence, PreparedPrompt, PromptOutputs, ResultMaker, Stream
+from pallas_attn.models.llm.results import Generation
 from pallas_attn.models.llm.text_output import TextOutput
 from pallas_attn.models.llm.token_filters import AllOf, BadWords, GrammarFilter, GrammarTokenizer, token_mask
 
@@ -29,61 +29,6 @@ type Messages = Sequence[Mapping[str, Any]]
 
 type Prompt = str | Sequence[int]
 """A text, or token ids."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-    """One output of a prompt.
-
-    Attributes:
-      request_id: id of the request in the engine; -1 until it is added.
-      grammar: filter of the grammar of the request; None without a grammar.
-      text: tokens and text that the engine has returned.
-      result: output of the engine, after the sequence has ended.
-    """
-
-    text: TextOutput
-    request_id: RequestId = -1
-    grammar: GrammarFilter | None = None
-    result: RequestOutput | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _PromptOutputs:
-    """A prompt with its outputs.
-
-    Attributes:
-      prepared: the prompt.
-      salt: salt of the prefix cache.
-      sequences: outputs. Sequences after the first may be added to the engine later than the first.
-    """
-
-    prepared: PreparedPrompt
-    salt: str
-    sequences: list[_Sequence]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.result is not None for sequence in self.sequences)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PreparedPrompt:
-    """A prompt with its token ids and filters, made by `LLM.prepare` for one call of `LLM.add`.
-
-    Attributes:
-      text: text of the prompt; None for a prompt of token ids.
-      ids: token ids, at least one.
-      params: sampling parameters.
-      bad_words: filter of `SamplingParams.bad_words`, which all outputs share; None without bad words.
-      grammars: filter of `SamplingParams.structured_outputs` for each output; empty without a grammar.
-    """
-
-    text: str | None
-    ids: tuple[int, ...]
-    params: SamplingParams
-    bad_words: BadWords | None
-    grammars: tuple[GrammarFilter, ...]
 
 
 class LLM:
@@ -166,13 +111,13 @@ class LLM:
         self.tokenizer = tokenizer
         self.dtype: np.dtype = model.embed_tokens[...].dtype
         self._vocab_size, self._eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
-        self._open: dict[RequestId, _Sequence] = {}  # sequences that the engine computes
-        self._ended: deque[_Sequence] = deque()  # sequences of `_open` whose end `_settle` has not processed
-        self._waiting: list[_PromptOutputs] = []  # prompts whose later sequences wait for the first
-        self._abandoned: list[_PromptOutputs] = []  # prompts of streams that were deleted
+        self._open: dict[RequestId, OutputSequence] = {}  # sequences that the engine computes
+        self._ended: deque[OutputSequence] = deque()  # sequences of `_open` whose end `_settle` has not processed
+        self._waiting: list[PromptOutputs] = []  # prompts whose later sequences wait for the first
+        self._abandoned: list[PromptOutputs] = []  # prompts of streams that were deleted
         # The engine must not refer to this object, so that deleting the last reference to it frees the engine.
         self._on_token = functools.partial(_receive, self._open, self._ended)
-        self._token_texts: dict[int, str] = {}
+        self._results = ResultMaker(self.engine, tokenizer, self._open)
         self._is_closed = False
 
     # --- text and tokens
@@ -397,13 +342,13 @@ class LLM:
         each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-        own: list[_PromptOutputs] = []
+        own: list[PromptOutputs] = []
         try:
             for i, (prompt, of_prompt) in enumerate(zip(prompts, each, strict=True)):
                 own.append(self._add(self._prepared(prompt, of_prompt, f"prompt {i}"), f"prompt {i}"))
             while not all(prompt.is_finished for prompt in own):
                 self.step()
-            return [self._generation(prompt) for prompt in own]
+            return [self._results.generation(prompt) for prompt in own]
         finally:
             for prompt in own:
                 self._drop(prompt)
@@ -426,7 +371,7 @@ class LLM:
             grammars += [grammars[0].copy() for _ in range(params.n - 1)]
         return PreparedPrompt(text, ids, params, bad_words, tuple(grammars))
 
-    def _add(self, prompt: PreparedPrompt, name: str = "prompt", salt: str = "") -> _PromptOutputs:
+    def _add(self, prompt: PreparedPrompt, name: str = "prompt", salt: str = "") -> PromptOutputs:
         """Queue the outputs of a prompt. `name` is its name in error messages.
 
         Outputs after the first wait until the first has a token. They then find the full pages of the prompt in the
@@ -434,7 +379,7 @@ class LLM:
         """
         self._check_open()
         outputs = [TextOutput(self.tokenizer, prompt.params, self._eos_token_ids) for _ in range(prompt.params.n)]
-        added = _PromptOutputs(prompt, salt, [_Sequence(output) for output in outputs])
+        added = PromptOutputs(prompt, salt, [OutputSequence(output) for output in outputs])
         shares_pages = self.engine.config.prefix_caching and len(prompt.ids) > self.engine.config.page_size
         try:
             self._add_sequences(added, 0, 1 if shares_pages else prompt.params.n)
@@ -447,7 +392,7 @@ class LLM:
             self._waiting.append(added)
         return added
 
-    def _add_sequences(self, prompt: _PromptOutputs, first: int, end: int) -> None:
+    def _add_sequences(self, prompt: PromptOutputs, first: int, end: int) -> None:
         """Add outputs of a prompt to the engine. Output i has the seed `seed` + i, modulo 2**32, as in vLLM."""
         prepared = prompt.prepared
         params = prepared.params
@@ -491,7 +436,7 @@ class LLM:
                 self._add_sequences(prompt, 1, len(prompt.sequences))
                 self._waiting.remove(prompt)  # last, so that the next step continues after an exception
 
-    def _settle(self, sequence: _Sequence) -> None:
+    def _settle(self, sequence: OutputSequence) -> None:
         """Store the result of a sequence, and delete its request from the engine."""
         request_id = sequence.request_id
         self.engine.abort(request_id)  # it still runs if a stop text has ended it
@@ -518,7 +463,7 @@ class LLM:
             text.end(reason)
         return text
 
-    def _drop(self, prompt: _PromptOutputs) -> None:
+    def _drop(self, prompt: PromptOutputs) -> None:
         """Abort the unfinished sequences of a prompt, store the results, and delete the requests from the engine."""
         if prompt in self._waiting:
             self._waiting.remove(prompt)
@@ -528,158 +473,10 @@ class LLM:
             elif sequence.text.finish_reason is None:  # not added to the engine
                 sequence.text.end("abort")
 
-    # --- results
-
-    def _generation(self, prompt: _PromptOutputs) -> Generation:
-        """Return the current state of a prompt."""
-        results = [self._result(sequence) for sequence in prompt.sequences]
-        return Generation(
-            prompt=prompt.prepared.text,
-            prompt_token_ids=[*prompt.prepared.ids],
-            prompt_logprobs=self._prompt_logprobs(results[0]),
-            outputs=[self._completion(i, s, r) for i, (s, r) in enumerate(zip(prompt.sequences, results, strict=True))],
-        )
-
-    def _result(self, sequence: _Sequence) -> RequestOutput | None:
-        """Return the output of the engine for a sequence; None if the sequence was dropped or is not added yet."""
-        if sequence.result is not None or sequence.request_id not in self._open:
-            return sequence.result
-        return self.engine.output(sequence.request_id)
-
-    def _prompt_logprobs(self, result: RequestOutput | None) -> list[TokenLogprobTable | None] | None:
-        if result is None or result.prompt_logprobs is None:
-            return None
-        return [None if entry is None else self._table(entry) for entry in result.prompt_logprobs]
-
-    def _logprobs(self, sequence: _Sequence, first: int, end: int) -> Sequence[TokenLogprobs]:
-        """Return the log probabilities of the output tokens from `first` to `end`, without a copy of all others."""
-        if sequence.result is not None:
-            return (sequence.result.logprobs or ())[first:end]
-        if sequence.request_id not in self._open:
-            return ()
-        return self.engine.output_logprobs(sequence.request_id, first, end)
-
-    def _completion(self, index: int, sequence: _Sequence, result: RequestOutput | None) -> Completion:
-        text = sequence.text
-        number = len(text.token_ids)
-        first = None if result is None or not number else result.ttft_s
-        entries = None if result is None or result.logprobs is None else result.logprobs[:number]
-        return Completion(
-            index=index,
-            text=text.text,
-            token_ids=[*text.token_ids],
-            finish_reason=text.finish_reason,
-            stop_reason=text.stop_reason,
-            cumulative_logprob=None if entries is None else sum(entry.logprob for entry in entries),
-            logprobs=None if entries is None else [self._table(entry) for entry in entries],
-            cached_tokens=0 if result is None else result.cached_tokens,
-            timing=OutputTimes(
-                first_token_s=first,
-                total_s=None if result is None or first is None else first + sum(result.itl_s[: number - 1]),
-                queue_s=None if result is None else result.queue_s,
-            ),
-        )
-
-    def _table(self, entry: TokenLogprobs) -> TokenLogprobTable:
-        """Return the log probabilities at one position by token id: the token, then the likeliest tokens."""
-        table = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
-        for rank, (token, logprob) in enumerate(entry.top, 1):
-            table.setdefault(token, Logprob(logprob, rank, self._token_text(token)))
-        return table
-
-    def _token_text(self, token: int) -> str:
-        if self.tokenizer is None:
-            return ""
-        if token not in self._token_texts:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
-            self._token_texts[token] = detokenizer.add([token]) + detokenizer.finish()
-        return self._token_texts[token]
-
-
-class Stream:
-    """Iterator over the deltas of a prompt, made by `LLM.stream`.
-
-    The prompt has `SamplingParams.n` texts, whose deltas alternate. The last delta of a text has a finish reason.
-    """
-
-    def __init__(self, llm: LLM, prompt: _PromptOutputs):
-        self._llm, self._prompt = llm, prompt
-        self._ready: deque[Delta] = deque()
-        self._has_ended = [False] * len(prompt.sequences)
-        # A finalizer may run at any time, therefore the requests are aborted by the next step.
-        weakref.finalize(self, llm._abandoned.append, prompt)
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self
-
-    def __next__(self) -> Delta:
-        while not self._ready:
-            if all(self._has_ended):
-                raise StopIteration
-            self._ready = deque(self.take())
-            if not self._ready:
-                self._llm.step()
-        return self._ready.popleft()
-
-    def take(self) -> list[Delta]:
-        """Return the deltas that earlier steps have made available, without running the engine."""
-        deltas, self._ready = [*self._ready], deque()
-        for index, sequence in enumerate(self._prompt.sequences):
-            if self._has_ended[index]:
-                continue
-            # The result is stored after the text has ended. It has the log probabilities.
-            output, first = sequence.text, sequence.text.num_taken
-            ended = sequence.result is not None
-            text, tokens = output.take() if output.finish_reason is None or ended else ("", [])
-            if not (text or tokens or ended):
-                continue
-            logprobs = None
-            if self._prompt.prepared.params.logprobs is not None:
-                entries = self._llm._logprobs(sequence, first, first + len(tokens))
-                logprobs = [self._llm._table(entry) for entry in entries]
-            self._has_ended[index] = ended
-            reason, stop = (output.finish_reason, output.stop_reason) if ended else (None, None)
-            deltas.append(Delta(index, text, tokens, reason, stop, logprobs))
-        return deltas
-
-    @property
-    def generation(self) -> Generation:
-        """The prompt, and the texts that have been generated so far."""
-        return self._llm._generation(self._prompt)
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobTable | None] | None:
-        """Log probabilities of the prompt as in `Generation`. They are complete after the first token."""
-        return self._llm._prompt_logprobs(self._llm._result(self._prompt.sequences[0]))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens that the first output found in the prefix cache; 0 until the output has ended."""
-        result = self._prompt.sequences[0].result
-        return 0 if result is None else result.cached_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether `take` has returned the last delta, or the stream is closed."""
-        return all(self._has_ended)
-
-    def close(self) -> None:
-        """Abort the unfinished requests, and end the iteration."""
-        if not self._llm._is_closed:
-            self._llm._drop(self._prompt)
-        self._ready.clear()
-        self._has_ended = [True] * len(self._has_ended)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def _receive(
-    sequences: Mapping[RequestId, _Sequence],
-    ended: deque[_Sequence],
+    sequences: Mapping[RequestId, OutputSequence],
+    ended: deque[OutputSequence],
     request_id: RequestId,
     token: int,
     reason: FinishReason | None,

@@ -162,10 +162,10 @@ class TestHostileFolder:
         parent.chmod(0o775)
         gid = parent.stat().st_gid
         user = mock.Mock(pw_name="ada", pw_gid=gid if primary else gid + 1)
-        of_group = {"side_effect": KeyError(gid)} if group is None else {"return_value": mock.Mock(gr_mem=members)}
-        with mock.patch("pwd.getpwuid", return_value=user), mock.patch("grp.getgrgid", **of_group) as found:
-            if group is not None:
-                found.return_value.gr_name = group
+        with mock.patch("pwd.getpwuid", return_value=user), mock.patch("grp.getgrgid") as getgrgid:
+            getgrgid.return_value = mock.Mock(gr_mem=members, gr_name=group)
+            if group is None:
+                getgrgid.side_effect = KeyError(gid)
             if is_used:
                 assert enabled(parent / "folder") == parent / "folder"
             else:
