@@ -312,7 +312,9 @@ class Engine:
         """
         before = self._runner.compile_s
         with self._changing():
-            buckets = self._runner.buckets(self._capture_logits)
+            # Steps that compute log probabilities of prompt tokens may be separate buckets.
+            scoring = self._runner.buckets(self._capture_logits, prompt_logprobs=True)
+            buckets = [*dict.fromkeys([*self._runner.buckets(self._capture_logits), *scoring])]
             self._runner.compile_writes()  # first: loading a program drops the CUDA graphs that `compile` records
             self._runner.compile(buckets, on_compiled)
             if self._transfers.feed is not None and self._transfers.feed.is_open:

@@ -655,13 +655,24 @@ def test_prompt_log_probabilities_need_all_layers(
     np.testing.assert_allclose(found, logits[np.arange(len(prompt) - 1), np.asarray(prompt[1:])], atol=1e-4)
 
 
+def test_warmup_compiles_steps_with_prompt_log_probabilities():
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104, num_pages=40)
+    engine = Engine(loaded("gemma4"), dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,)))
+    engine.warmup()
+    before = engine.stats().compilations
+    *_, prompt = golden("gemma4").prompts
+    engine.generate([prompt], GREEDY)
+    engine.generate([prompt], dataclasses.replace(GREEDY, prompt_logprobs=1))
+    assert engine.stats().compilations == before
+
+
 @pytest.mark.parametrize("name", some_slow("gemma4"))
 def test_steps_of_several_programs_equal_transformers(name: str, several_programs: None):
     """Layers without a cache are programs of their own, which read the caches of earlier programs."""
     config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
     engine, outputs = run(loaded(name), config, golden(name).prompts)
     expect_golden(name, outputs)
-    steps = [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
+    steps = [step for step in engine._runner._programs.compiled.values() if isinstance(step, StepPrograms)]
     shares = config_of(name).num_kv_shared_layers > 0
     assert [step.narrow is not None for step in steps] == [shares] * 2
     if shares:
