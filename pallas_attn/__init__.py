@@ -18,7 +18,8 @@ from pallas_attn.portable.merge import merge_states as merge_states
 from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
-# Sparse attention: scores of keys, selection of keys for each token, and attention to the selected keys.
+# Sparse attention: compressed entries, scores of keys, selection of keys for each token, and attention to the selected keys.
+from pallas_attn.ops.compress_and_write import compress_and_write as compress_and_write
 from pallas_attn.ops.index_scores import index_scores as index_scores
 from pallas_attn.ops.index_top_k import index_top_k as index_top_k
 from pallas_attn.ops.mla_sparse import mla_sparse as mla_sparse

@@ -423,17 +423,17 @@ def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *
     dims.check(name, latents, f"T {cache.width}", dtypes)
 
 
-def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
+def check_index_keys(index: PagedIndexKeys, dims: Dims, *, name: str = "index") -> None:
     """Check a cache of index keys; bind N, ps and Di."""
-    check_class("index", index, PagedIndexKeys)
-    dims.check("index.keys", index.keys, "N ps Di", (*PLAIN, LATENT_8BIT))
+    check_class(name, index, PagedIndexKeys)
+    dims.check(f"{name}.keys", index.keys, "N ps Di", (*PLAIN, LATENT_8BIT))
     dtype = jnp.dtype(index.keys.dtype)
     if dtype == LATENT_8BIT and index.scale is None:
-        raise ValueError(f"index.scale: a {dtype.name} cache needs one, got None")
+        raise ValueError(f"{name}.scale: a {dtype.name} cache needs one, got None")
     if dtype != LATENT_8BIT and index.scale is not None:
-        raise ValueError(f"index.scale: expected None with {dtype.name} keys, got {_described(index.scale)}")
+        raise ValueError(f"{name}.scale: expected None with {dtype.name} keys, got {_described(index.scale)}")
     if index.scale is not None:
-        dims.check("index.scale", index.scale, "N ps 1", F32)
+        dims.check(f"{name}.scale", index.scale, "N ps 1", F32)
 
 
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:

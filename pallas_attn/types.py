@@ -210,14 +210,15 @@ def latent_cache_spec(
       num_pages: N, pages in the pool.
       page_size: ps, tokens per page.
       latent_dim: L, width of a latent.
-      rope_dim: R, width of the rotated key.
+      rope_dim: R, width of the rotated key. 0 for latents that contain the rotated columns, which must not be in
+        float8_e4m3fn.
       dtype: bfloat16, float16 or float32 for one array of pages [N, ps, L + R]; or float8_e4m3fn for three arrays:
         latents [N, ps, L], float32 scales [N, ps, L / 128] and rotated keys [N, ps, R].
       rope_dtype: dtype of the rotated keys of a float8_e4m3fn cache: bfloat16 or float16; None for bfloat16. Must be
         None for other caches.
 
     Raises:
-      ValueError: a size is below 1, a dtype is not listed above, or `latent_dim` of a float8_e4m3fn cache is not a
+      ValueError: a size is too small, a dtype is not listed above, or `latent_dim` of a float8_e4m3fn cache is not a
         multiple of 128.
 
     Example:
@@ -232,8 +233,9 @@ def latent_cache_spec(
       >>> spec.arrays["scale"].shape, spec.bytes_per_page  # 656 bytes a token
       ((8, 64, 4), 41984)
     """
-    _positive(num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim)
     dtype = jnp.dtype(dtype)
+    widths = {"rope_dim": rope_dim} if rope_dim or dtype not in PLAIN_DTYPES else {}
+    _positive(num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, **widths)
 
     def pages(width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_pages, page_size, width), dtype)

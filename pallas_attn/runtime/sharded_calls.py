@@ -71,6 +71,7 @@ OPERATIONS: dict[str, Splittable] = {
     "write_kv": Splittable(("Hq", "Hkv"), ("", "T Hq D")),
     "write_latent": Splittable(()),
     "write_index_keys": Splittable(()),
+    "compress_and_write": Splittable((), ("", "")),
     "gather_latent": Splittable((), ("length LR",)),
     "plan_decode": Splittable(()),
 }
