@@ -18,7 +18,7 @@ from pallas_attn.portable.merge import merge_states as merge_states
 from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
-# Sparse attention: compressed entries, scores of keys, selection of keys for each token, and attention to the selected keys.
+# Sparse attention: compressed entries, scores of keys, selection of keys, and attention to the selected keys.
 from pallas_attn.ops.compress_and_write import compress_and_write as compress_and_write
 from pallas_attn.ops.index_scores import index_scores as index_scores
 from pallas_attn.ops.index_top_k import index_top_k as index_top_k
@@ -34,6 +34,7 @@ from pallas_attn.ops.write_latent import write_latent as write_latent
 # Metadata of a step (plans, slots, positions, prefix sums), computed once for all layers.
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
+from pallas_attn.portable.metadata import entry_slots as entry_slots
 from pallas_attn.portable.metadata import is_prefill as is_prefill
 from pallas_attn.portable.metadata import layer_slots as layer_slots
 from pallas_attn.portable.metadata import layer_tables as layer_tables
@@ -41,6 +42,7 @@ from pallas_attn.portable.metadata import slot_mapping as slot_mapping
 from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import token_slots as token_slots
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
+from pallas_attn.portable.metadata import window_slots as window_slots
 
 # Types: caches, their shapes, and other arguments of operations.
 from pallas_attn.types import FULL as FULL

@@ -144,9 +144,116 @@ def token_slots(
     cu_q_lens, token = checks.bound_sums(cu_q_lens, dims["T"]), jnp.arange(dims["T"], dtype=jnp.int32)
     sequence = jnp.minimum(segment_of(cu_q_lens[1:], token), dims["S"] - 1)
     real = ((token >= cu_q_lens[0]) & (token < cu_q_lens[-1]))[:, None]
-    entry = positions // page_size
-    page = block_tables[sequence[:, None], jnp.clip(entry, 0, dims["P"] - 1)]
-    inside = real & (positions >= 0) & (entry < dims["P"]) & _has_slots(page, page_size)
+    return _slots_of(jnp.where(real, positions, -1), block_tables, sequence, page_size)
+
+
+def window_slots(
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    page_size: int,
+    window: int,
+    length: int,
+) -> Int32[Array, "length window"]:
+    """Return the slots of the keys in the window of each packed new token, an argument of `mla_sparse`.
+
+    Args:
+      block_tables: page ids.
+      cu_q_lens: prefix sums of the new tokens.
+      kv_lens: tokens per sequence, including the new tokens.
+      page_size: ps.
+      window: number of keys up to the token's own key, which counts.
+      length: number of packed tokens, including padding.
+
+    Returns:
+      page·ps + offset of the keys in ascending order of their positions, then -1 if fewer than `window` tokens precede
+      or if the page of a key is absent; -1 for tokens of no sequence.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit each other.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2], jnp.int32), jnp.array([6], jnp.int32)
+      >>> pallas_attn.window_slots(block_tables, cu_q_lens, kv_lens, page_size=4, window=3, length=3).tolist()
+      [[22, 23, 0], [23, 0, 1], [-1, -1, -1]]
+    """
+    block_tables, sequence, position = _locate_in(block_tables, cu_q_lens, kv_lens, length)
+    window = checks.size("window", window)
+    first = jnp.maximum(position - (window - 1), 0)[:, None]
+    seen = first + jnp.arange(window, dtype=jnp.int32)[None]
+    seen = jnp.where(seen <= position[:, None], seen, -1)
+    return _slots_of(seen, block_tables, sequence, checks.size("page_size", page_size))
+
+
+def entry_slots(
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    ratio: int,
+    page_size: int,
+    length: int,
+) -> Int32[Array, "length K"]:
+    """Return the slots of all compressed entries that each packed new token sees, an argument of `mla_sparse`.
+
+    A token at position p sees entry e if e < (p + 1) // ratio: `compress_and_write` writes the entry with the last
+    token of its block. For entries that `index_top_k` selected, use `token_slots`.
+
+    Args:
+      block_tables: page ids of the entries: page j of a sequence has the entries j·page_size to (j + 1)·page_size - 1.
+      cu_q_lens: prefix sums of the new tokens.
+      kv_lens: tokens per sequence, including the new tokens.
+      ratio: tokens per entry.
+      page_size: entries per page.
+      length: number of packed tokens, including padding.
+
+    Returns:
+      Slots of the entries in ascending order, then -1; K = P·page_size. -1 for entries on absent pages, and for tokens
+      of no sequence.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit each other.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 3], jnp.int32), jnp.array([12], jnp.int32)
+      >>> pallas_attn.entry_slots(block_tables, cu_q_lens, kv_lens, ratio=4, page_size=2, length=3).tolist()
+      [[10, 11, -1, -1], [10, 11, -1, -1], [10, 11, 0, -1]]
+    """
+    block_tables, sequence, position = _locate_in(block_tables, cu_q_lens, kv_lens, length)
+    page_size = checks.size("page_size", page_size)
+    entry = jnp.arange(block_tables.shape[1] * page_size, dtype=jnp.int32)[None]
+    visible = entry < ((position + 1) // checks.size("ratio", ratio))[:, None]
+    return _slots_of(jnp.where(visible, entry, -1), block_tables, sequence, page_size)
+
+
+def _locate_in(
+    block_tables: Int32[Array, "S P"], cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], length: int
+) -> tuple[Int32[Array, "S P"], Int32[Array, "length"], Int32[Array, "length"]]:
+    """Check block tables without an axis of heads against lengths, and return them with the results of `_locate`.
+
+    Tables of no sequence get one row, so that they can be indexed.
+    """
+    block_tables, kv_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens)
+    dims = checks.Dims()
+    dims.check("kv_lens", kv_lens, "S", checks.INT)
+    dims.check("block_tables", block_tables, "S P", checks.INT)
+    if not dims["S"]:
+        block_tables = jnp.full((1, dims["P"]), PAGE_NONE, jnp.int32)
+    return block_tables, *_locate(cu_q_lens, kv_lens, length)
+
+
+def _slots_of(
+    positions: Int32[Array, "T K"], block_tables: Int32[Array, "S P"], sequence: Int32[Array, "T"], page_size: int
+) -> Int32[Array, "T K"]:
+    """Return the slots of positions in the sequence of each token; -1 for negative positions, for positions past the
+    table, and on pages that are absent or have slots that exceed int32.
+    """
+    entry, table_pages = positions // page_size, block_tables.shape[1]
+    page = block_tables[sequence[:, None], jnp.clip(entry, 0, table_pages - 1)]
+    inside = (positions >= 0) & (entry < table_pages) & _has_slots(page, page_size)
     return jnp.where(inside, page * page_size + positions % page_size, PAGE_NONE)
 
 

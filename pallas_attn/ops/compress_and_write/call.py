@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import checks
@@ -81,9 +80,7 @@ class CompressAndWriteCall(OperationCall):
         dims.check("kv_lens", self.kv_lens, "S", checks.INT)
 
 
-def _check_unscaled(
-    name: str, cache: PagedLatent, dims: checks.Dims, shape: str, dtypes: tuple[jnp.dtype, ...]
-) -> None:
+def _check_unscaled(name: str, cache: PagedLatent, dims: checks.Dims, shape: str, dtypes: tuple[Any, ...]) -> None:
     """Raise ValueError unless the cache has only the array `pages`, with this shape and one of these dtypes."""
     checks.check_class(name, cache, PagedLatent)
     dims.check(f"{name}.pages", cache.pages, shape, dtypes)

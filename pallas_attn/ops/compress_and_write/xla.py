@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from pallas_attn.ops.compress_and_write.call import CompressAndWriteCall
 from pallas_attn.portable.arguments import varying_like
