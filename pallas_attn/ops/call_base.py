@@ -168,7 +168,7 @@ class IndexKeysCall(ScaledCall, PackedCall):
     """Call that scores the keys of a sparse-attention indexer.
 
     Fields: cache of index keys `index`, packed index queries `q` [T, Hi, Di], weights of the index heads `weights`
-    [T, Hi].
+    [T, Hi], tokens per key `ratio`.
     """
 
     @property
@@ -177,11 +177,16 @@ class IndexKeysCall(ScaledCall, PackedCall):
 
     def bounded(self: Any) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
-        return dataclasses.replace(self, **self.bounded_lens())
+        # A full block table has keys for all of these tokens except an unfinished block.
+        most_tokens = (self.block_tables.shape[-1] * self.page_size + 1) * self.ratio - 1
+        lens = self.bounded_lens() | {"kv_lens": checks.bound_lens(self.kv_lens, most_tokens)}
+        return dataclasses.replace(self, **lens)
 
     def validate(self: Any) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
+        if self.draft_mask is not None and self.ratio > 1:
+            raise ValueError(f"draft_mask: expected None with ratio = {self.ratio}, got a mask")
         dims.check("q", self.q, "T Hi Di", checks.PLAIN)
         dims.check("weights", self.weights, "T Hi", checks.F32)
         checks.check_index_keys(self.index, dims)

@@ -37,14 +37,21 @@ class IndexCall(Protocol):
     def draft_mask(self) -> Bool[Array, "T M"] | None: ...
     @property
     def scale(self) -> float: ...
+    @property
+    def ratio(self) -> int: ...
+
+
+def newest_key(position: Int32[Array, "*rows"], ratio: int) -> Int32[Array, "*rows"]:
+    """Return the last key that a token at a position sees, if the index has a key per `ratio` tokens; -1 for none."""
+    return position if ratio == 1 else jnp.maximum(position + 1, 0) // ratio - 1
 
 
 def seen_keys(
     key: Int32[Array, "*#rows K"], position: Int32[Array, "*rows"], draft_mask: Bool[Array, "*rows M"] | None
 ) -> Bool[Array, "*rows K"]:
-    """Return whether tokens at these positions see keys.
+    """Return whether tokens see keys. The last key of a token is at `position`.
 
-    A token sees keys up to its own position. The mask can hide any of the newest M keys.
+    The mask can hide any of the newest M keys.
     """
     ahead = key - position[..., None]
     if draft_mask is None:
@@ -68,7 +75,7 @@ def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
     real = (token >= call.cu_q_lens[0]) & (token < call.cu_q_lens[-1])
     key = jnp.arange(keys.shape[1], dtype=jnp.int32)
     visible = (
-        seen_keys(key[None], position, call.draft_mask)
+        seen_keys(key[None], newest_key(position, call.ratio), call.draft_mask)
         & real[:, None]
         & jnp.repeat(in_pool, page_size, axis=1)[sequence]
     )
@@ -111,8 +118,9 @@ class IndexTiles:
         self._queries = QueryTiles(call.cu_q_lens, call.q.shape[0], settings.tile_queries)
         num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[self._queries.sequence][:, None]
         position = num_cached + self._queries.index
-        self._real = self._queries.real & (position >= 0)
-        self._position = jnp.where(self._real, position, 0)
+        newest = newest_key(position, call.ratio)
+        self._real = self._queries.real & (newest >= 0)
+        self._newest = jnp.where(self._real, newest, 0)
         num_pages, page_size, _ = call.index.keys.shape
         self._pages = PageTiles(
             call.block_tables,
@@ -120,7 +128,7 @@ class IndexTiles:
             head_rows=HeadRows(heads=1, rows_per_sequence=1),
             sequence=self._queries.sequence,
             first_query=jnp.zeros_like(self._queries.sequence),
-            end=jnp.max(jnp.where(self._real, self._position + 1, 0), axis=1),
+            end=jnp.max(jnp.where(self._real, self._newest + 1, 0), axis=1),
             page_size=page_size,
             pool_rows=num_pages,
             tile_tokens=settings.tile_tokens,
@@ -154,7 +162,7 @@ class IndexTiles:
                 j, state = carry
                 page_ids, key, exists = self._pages.locate(members, j)
                 keys = read_index_keys(call.index, page_ids[:, 0]).reshape(members.shape[0], -1, q.shape[-1])
-                visible = seen_keys(key[:, None], self._position[members], mask) & self._real[members][..., None]
+                visible = seen_keys(key[:, None], self._newest[members], mask) & self._real[members][..., None]
                 scores = _weighted("wmhk,wmh->wmk", dot_f32("wmhd,wkd->wmhk", q, keys), weights, call.scale)
                 return j + 1, step(state, jnp.where(visible & exists, scores, -jnp.inf), key, j)
 

@@ -62,7 +62,7 @@ def paged_scores(
         leading 12 bits (`ordered_scores`).
 
     Returns:
-      The scores, with -inf for invisible keys; the number of positions up to and including each token's own, int32 [T];
+      The scores, with -inf for invisible keys; the number of keys up to each token's own position, int32 [T];
       and the counts, or None without `bins`.
     """
     num_tokens, num_heads, dim = call.q.shape
@@ -106,6 +106,7 @@ def paged_scores(
             "GROUPS": tiles.power_of_two(num_sequences + 2) if in_shares else 0,
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
             "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
+            "RATIO": call.ratio,
             "SCALE": call.scale / (QUERY_SCALE if converts else factor),
             "Q_SCALE": QUERY_SCALE if converts else None,
             "FILL": fill,
@@ -149,6 +150,7 @@ def _score(
     GROUPS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    RATIO: tl.constexpr,
     SCALE: tl.constexpr,
     Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
@@ -159,7 +161,7 @@ def _score(
     if GROUPS:  # tiles of one query: an equal share of the steps of all queries
         group = tl.arange(0, GROUPS)
         _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
-        work = q_lens * _steps_of(kv_lens, WIDTH, TOKENS, FILL)
+        work = q_lens * _steps_of(kv_lens // RATIO, WIDTH, TOKENS, FILL)
         ends = tl.cumsum(work, 0)
         total = tl.sum(work, 0)
         share = tl.cdiv(total, tl.num_programs(0))
@@ -170,14 +172,15 @@ def _score(
             this = tl.sum(done.to(tl.int32), 0)
             within = at - tl.sum(tl.where(done, work, 0), 0)
             begin, q_len, kv_len = _group(cu_q_lens_ptr, kv_lens_ptr, this, num_tokens, num_sequences)
-            steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
+            steps = _steps_of(kv_len // RATIO, WIDTH, TOKENS, FILL)
             first = within % steps
             last = tl.minimum(first + stop - at, steps)
             query = within // steps
             _score_tile(
                 *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(this - 1, begin + query, 1, kv_len - q_len + query, first, last, 1, table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, RATIO),
+                *(SCALE, Q_SCALE, FILL, NATIVE),
             )
             at += last - first
     else:  # tiles of several queries: of n programs per tile, program i computes steps i, i + n, ...
@@ -189,12 +192,13 @@ def _score(
             if (sequence >= 0) & (sequence < num_sequences):
                 kv_len = tl.load(kv_lens_ptr + sequence)
             queries = tl.minimum(QUERIES, q_len - first)
-            steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
+            steps = _steps_of(kv_len // RATIO, WIDTH, TOKENS, FILL)
             _score_tile(
                 *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(sequence, first_token + first, queries, kv_len - q_len + first),
                 *(tl.program_id(1), steps, tl.num_programs(1), table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, RATIO),
+                *(SCALE, Q_SCALE, FILL, NATIVE),
             )
 
 
@@ -212,12 +216,12 @@ def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
 
 
 @kernel
-def _steps_of(kv_len, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr):
-    """Return the number of steps of each query of a sequence with `kv_len` keys.
+def _steps_of(num_keys, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr):
+    """Return the number of steps of each query of a sequence with `num_keys` keys.
 
     It is at least 1, because the first step also writes counts_ptr. With FILL, steps cover all WIDTH positions.
     """
-    steps = tl.maximum((kv_len + TOKENS - 1) // TOKENS, 1)
+    steps = tl.maximum((num_keys + TOKENS - 1) // TOKENS, 1)
     return tl.full(steps.shape, (WIDTH + TOKENS - 1) // TOKENS, tl.int32) if FILL else steps
 
 
@@ -251,6 +255,7 @@ def _score_tile(
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    RATIO: tl.constexpr,
     SCALE: tl.constexpr,
     Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
@@ -262,16 +267,16 @@ def _score_tile(
       sequence: index of the sequence; -1 or the number of sequences for padding, which has no keys.
       row: packed index of the tile's first query.
       queries: number of queries of the tile.
-      first_position: position of the first query in the sequence.
+      first_position: position of the first query in the sequence, in tokens.
     """
     q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16  # pyrefly: ignore[bad-assignment]
     WHOLE: tl.constexpr = PAGE % TOKENS == 0  # the keys of a step are in one page
-    end = tl.maximum(first_position + queries, 0)
+    end = _num_seen(first_position + queries - 1, RATIO)
     row = row.to(tl.int64)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_pages
     if first == 0:
         query = tl.arange(0, QUERIES)
-        count = tl.maximum(first_position + query + 1, 0)
+        count = _num_seen(first_position + query, RATIO)
         tl.store(counts_ptr + row + query, count, mask=query < queries)
 
     walked = tl.minimum(last, (end + TOKENS - 1) // TOKENS)
@@ -307,7 +312,8 @@ def _score_tile(
                 score += _weighted(k, q[block], weights[block])
             shown = seen & _in_draft_mask(mask_ptr, row, key, first_position, DRAFTS)
             at = out_ptr + row * WIDTH
-            _store_scores(at, bins_ptr, row, score * k_scale, key, shown, first_position, WIDTH, FILL)
+            newest = _num_seen(first_position, RATIO) - 1
+            _store_scores(at, bins_ptr, row, score * k_scale, key, shown, newest, WIDTH, FILL)
         else:
             for i in range(queries):
                 score = tl.zeros([TOKENS], tl.float32)
@@ -316,7 +322,8 @@ def _score_tile(
                     score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                 at = out_ptr + (row + i) * WIDTH
                 shown = seen & _in_draft_mask(mask_ptr, row + i, key, first_position + i, DRAFTS)
-                _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
+                newest = _num_seen(first_position + i, RATIO) - 1
+                _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, newest, WIDTH, FILL)
     if FILL:  # write -inf in the remaining steps, which have no keys
         done = (tl.maximum(walked - first, 0) + stride - 1) // stride
         for step in range(first + done * stride, last, stride):
@@ -324,6 +331,12 @@ def _score_tile(
             for i in range(queries):
                 at = out_ptr + (row + i) * WIDTH + key
                 tl.store(at, tl.full([TOKENS], float("-inf"), tl.float32), mask=key < WIDTH)
+
+
+@kernel
+def _num_seen(position, RATIO: tl.constexpr):
+    """Return the number of keys that a token at a position sees, if the index has a key per RATIO tokens."""
+    return tl.maximum(position + 1, 0) // RATIO
 
 
 @kernel
@@ -386,16 +399,17 @@ def _in_draft_mask(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
 
 
 @kernel
-def _store_scores(at, bins_ptr, row, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """Store the scores of keys for the query at `position`, -inf for invisible keys, and count them in the bins.
+def _store_scores(at, bins_ptr, row, score, key, seen, newest, WIDTH: tl.constexpr, FILL: tl.constexpr):
+    """Store the scores of keys for a query, -inf for invisible keys, and count them in the bins.
 
     Args:
       at: pointer to the query's scores, [WIDTH].
       key: [tokens], positions of the keys.
       seen: [tokens], whether the key is visible apart from causality.
-      FILL: whether scores of keys after `position` are also stored.
+      newest: position of the last key that causality shows to the query.
+      FILL: whether scores of keys after `newest` are also stored.
     """
-    score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
-    tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)
+    score = tl.where(seen & (key <= newest), score + 0.0, float("-inf"))
+    tl.store(at + key, score, mask=key < WIDTH if FILL else key <= newest)
     if bins_ptr is not None:
         count_scores(bins_ptr, row, ordered_score(score))

@@ -30,6 +30,7 @@ class IndexCase:
       tree: number of columns of a random draft mask, which covers the newest keys of each token; 0 for no mask.
       absent_pages: whether some pages between visible tokens are absent (PAGE_NONE), so that their tokens are not
       visible.
+      ratio: tokens per key; above 1, kv_lens counts tokens, and the last keys of a token belong to complete blocks.
       exact: whether inputs are small integers, so that scores are exact in any order of summation, and often equal.
     """
 
@@ -45,6 +46,7 @@ class IndexCase:
     cache_dtype: str | None = None
     tree: int = 0
     absent_pages: bool = False
+    ratio: int = 1
     exact: bool = False
 
     @property
@@ -93,7 +95,7 @@ class IndexInputs:
         ):
             for i in range(q_len):
                 position = kv_len - q_len + i
-                visible[first + i] = (t <= position) & ~np.repeat(absent[s, 0], case.page_size)
+                visible[first + i] = (t < (position + 1) // case.ratio) & ~np.repeat(absent[s, 0], case.page_size)
                 for j, shown in enumerate(mask[first + i]):
                     if position - case.tree + 1 + j >= 0:
                         visible[first + i, position - case.tree + 1 + j] &= shown

@@ -18,11 +18,13 @@ import pytest
 
 from pallas_attn import (
     PagedIndexKeys,
+    entry_slots,
     index_cache_spec,
     index_scores,
     index_top_k,
     select_top_k,
     token_slots,
+    window_slots,
     write_index_keys,
 )
 from tests.contract import backends, transformations
@@ -48,6 +50,9 @@ SCORES = {
     "decode, pages of 64": LARGE_PAGES,
     "absent pages": replace(BASE, absent_pages=True),
     "trees of drafts": replace(BASE, tree=5, absent_pages=True),
+    "entries of 4 tokens": replace(
+        BASE, kv_lens=(0, 3, 4, 35, 8, 290, 140, 17), q_lens=(0, 1, 1, 9, 8, 12, 7, 0), ratio=4, absent_pages=True
+    ),
     "all padding": replace(BASE, kv_lens=(0,) * 3, q_lens=(0,) * 3),
     "one head, pages of 16": replace(BASE, heads=1, page_size=16, pages_per_row=5),
     "bfloat16": replace(BASE, dtype="bfloat16"),
@@ -62,6 +67,12 @@ CHOICES = {
     "decode, absent pages": replace(DECODE, exact=True, absent_pages=True),
     "decode, pages of 64, 8 bits": replace(
         LARGE_PAGES, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn", absent_pages=False, tree=5
+    ),
+    "entries of 4 tokens": replace(
+        BASE, exact=True, kv_lens=(0, 3, 4, 35, 8, 291, 140, 17), q_lens=(0, 1, 1, 9, 8, 12, 7, 0), ratio=4
+    ),
+    "decode, entries of 4 tokens": replace(
+        DECODE, exact=True, kv_lens=(0, 1, 3, 4, 164, 291), ratio=4, absent_pages=True
     ),
     "bfloat16 over 8 bits": replace(BASE, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
@@ -97,7 +108,7 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
 def test_scores(backend: Backend, name: str) -> None:
     """Scores equal a computation in NumPy, and have the same bits for poisoned and clean inputs."""
     inputs = draw(backend, SCORES[name])
-    scores = call(index_scores, backend, sm_scale=SM_SCALE)
+    scores = call(index_scores, backend, sm_scale=SM_SCALE, ratio=SCORES[name].ratio)
     got = scores(**inputs.arguments())
     # All backends sum in float32, also for 16-bit inputs, so one tolerance applies to all dtypes.
     harness.assert_close("scores", got, inputs.scores(), harness.Tolerance(1e-4, 1e-5, 1e-9))
@@ -108,8 +119,8 @@ def test_scores(backend: Backend, name: str) -> None:
 @backends.every_case("index_top_k", CHOICES)
 @in_every_run(
     reference=["rows of all kinds", "bfloat16 over 8 bits"],
-    xla=["rows of all kinds", "trees of drafts"],
-    triton=["decode, absent pages"],
+    xla=["rows of all kinds", "trees of drafts", "entries of 4 tokens"],
+    triton=["decode, absent pages", "entries of 4 tokens", "decode, entries of 4 tokens"],
 )  # fmt: skip
 def test_a_choice_is_exact(backend: Backend, name: str) -> None:
     """The selection equals a sort in NumPy, and has the same bits for poisoned and clean inputs.
@@ -119,7 +130,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
     inputs = draw(backend, CHOICES[name])
     scores = inputs.scores()
     for top_k in (1, TOP_K, 200):
-        choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=top_k)
+        choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=top_k, ratio=CHOICES[name].ratio)
         got = choose(**inputs.arguments())
         np.testing.assert_array_equal(got, best(scores, top_k))
         harness.assert_same_bits(got, choose(**inputs.arguments(poisoned=False)))
@@ -292,6 +303,54 @@ def test_slots_of_positions() -> None:
     assert token_slots(positions, tables[:0], jnp.zeros(1, jnp.int32), page_size=8).tolist() == [[-1] * 4] * 4
 
 
+def test_slots_of_windows_and_entries() -> None:
+    """Slots equal loops over positions: with permuted, shared and absent pages, short tables, padding and idle rows."""
+    page_size, window, ratio = 4, 6, 3
+    tables = np.array([[5, 0, -1, 7, 2], [3, 5, 2**30, 1, 9], [8, 8, 8, 8, 8], [4, 0, 6, -7, -1]], np.int32)
+    kv_lens, q_lens = np.array([20, 2, 0, 23]), np.array([7, 2, 0, 5])
+    lengths = np.cumsum((0, *q_lens)).astype(np.int32), kv_lens.astype(np.int32)
+    positions = [(s, n - q + i) for s, (n, q) in enumerate(zip(kv_lens, q_lens, strict=True)) for i in range(q)]
+    positions += [(0, -1)] * 2  # padding
+
+    def slot(sequence: int, position: int) -> int:
+        page = tables[sequence, position // page_size] if position // page_size < tables.shape[1] else -1
+        return page * page_size + position % page_size if 0 <= page < 2**29 else -1
+
+    def listed(seen: list[list[int]], width: int) -> list[list[int]]:
+        slots = [[slot(s, each) for each in row] for (s, _), row in zip(positions, seen, strict=True)]
+        return [row + [-1] * (width - len(row)) for row in slots]
+
+    got = window_slots(tables, *lengths, page_size=page_size, window=window, length=16)
+    assert got.tolist() == listed([list(range(max(p - window + 1, 0), p + 1)) for _, p in positions], window)
+    got = entry_slots(tables, *lengths, ratio=ratio, page_size=page_size, length=16)
+    assert got.tolist() == listed([list(range((p + 1) // ratio)) for _, p in positions], 20)
+    none = tables[:0], np.zeros(1, np.int32), np.zeros(0, np.int32)
+    assert window_slots(*none, page_size=page_size, window=2, length=2).tolist() == [[-1] * 2] * 2
+    assert entry_slots(*none, ratio=ratio, page_size=page_size, length=1).tolist() == [[-1] * 20]
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("window", {"window": 0}),
+        ("page_size", {"page_size": 0}),
+        ("length", {"length": -1}),
+        ("block_tables", {"block_tables": jnp.zeros((2, 3), jnp.int32)}),
+        ("kv_lens", {"kv_lens": jnp.zeros((1, 1), jnp.int32)}),
+        ("cu_q_lens", {"cu_q_lens": jnp.zeros(3, jnp.int32)}),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_bad_arguments_of_slots_are_named(argument: str, change: dict[str, Any]) -> None:
+    ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+    arguments = {"block_tables": ints((1, 3)), "cu_q_lens": ints(2), "kv_lens": ints(1), "page_size": 4, "length": 5}
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        window_slots(**arguments | {"window": 2} | change)
+    change = {"ratio" if name == "window" else name: value for name, value in change.items()}
+    with pytest.raises(ValueError, match=f"^{'ratio' if argument == 'window' else argument}:"):
+        entry_slots(**arguments | {"ratio": 2} | change)
+
+
 def good() -> dict[str, Any]:
     arrays = IndexInputs.draw(BASE, np.random.default_rng(0)).arguments()
     return jax.tree.map(jnp.asarray, arrays)
@@ -316,6 +375,8 @@ BAD = {
     "lengths of other sequences": ("kv_lens", {"kv_lens": jnp.zeros((9,), jnp.int32)}),
     "a mask of other tokens": ("draft_mask", {"draft_mask": jnp.ones((31, 4), bool)}),
     "a mask of numbers": ("draft_mask", {"draft_mask": jnp.ones((32, 4))}),
+    "a mask for entries": ("draft_mask", {"draft_mask": jnp.ones((32, 4), bool), "ratio": 4}),
+    "a ratio of 0": ("ratio", {"ratio": 0}),
     "a scale of 0": ("sm_scale", {"sm_scale": 0.0}),
     "top_k of 0": ("top_k", {"top_k": 0}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),

@@ -81,8 +81,8 @@ def compress_and_write(
       ...     state, entries, rows, jnp.ones(4), jnp.ones((5, 1)), jnp.zeros((5, 1)), jnp.array([[2, 0]], jnp.int32),
       ...     jnp.array([[3]], jnp.int32), jnp.array([0, 5], jnp.int32), jnp.array([5], jnp.int32), ratio=2
       ... )
-      >>> entries.pages[3].round(2).tolist()
-      [[1.34, 0.45, -1.34, 0.45], [1.34, 0.45, -1.34, 0.45]]
+      >>> [round(x, 2) for x in entries.pages[3, 1].tolist()]
+      [1.34, 0.45, -1.34, 0.45]
     """
     state_tables, entry_tables, cu_q_lens, kv_lens = checks.int32(
         state_tables=state_tables, entry_tables=entry_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens

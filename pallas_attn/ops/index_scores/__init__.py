@@ -21,6 +21,7 @@ def index_scores(
     *,
     draft_mask: Bool[Array, "T M"] | None = None,
     sm_scale: float | None = None,
+    ratio: int = 1,
     implementation: Implementation = None,
 ) -> Float32[Array, "T K"]:
     """Compute the score of every index key of a sequence for each of the sequence's new tokens.
@@ -44,6 +45,9 @@ def index_scores(
         sees the key at position p - M + 1 + j. It lets drafts of a tree ignore other branches. None: a token sees all
         keys up to its own.
       sm_scale: factor of the products q·key, positive; None for Di**-0.5.
+      ratio: tokens per key. If it exceeds 1, the keys are compressed entries (`compress_and_write`), and a token at
+        position p sees entry e if e < (p + 1) // ratio. `cu_q_lens` and `kv_lens` still count tokens, and `draft_mask`
+        must be None.
       implementation: None, a name, or names to try in order.
 
     Returns:
@@ -64,7 +68,15 @@ def index_scores(
     """
     block_tables, cu_q_lens, kv_lens = checks.int32(block_tables=block_tables, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     call = IndexScoresCall(
-        q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale=checks.number("sm_scale", sm_scale)
+        q,
+        weights,
+        index,
+        block_tables,
+        cu_q_lens,
+        kv_lens,
+        draft_mask,
+        sm_scale=checks.number("sm_scale", sm_scale),
+        ratio=checks.size("ratio", ratio),
     )
     call.validate()
     if not (q.shape[0] and kv_lens.shape[0]):

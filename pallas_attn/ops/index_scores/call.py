@@ -27,3 +27,4 @@ class IndexScoresCall(IndexKeysCall):
     kv_lens: Int32[Array, "S"]
     draft_mask: Bool[Array, "T M"] | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    ratio: int = dataclasses.field(metadata={"static": True})

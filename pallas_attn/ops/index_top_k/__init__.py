@@ -22,6 +22,7 @@ def index_top_k(
     top_k: int,
     draft_mask: Bool[Array, "T M"] | None = None,
     sm_scale: float | None = None,
+    ratio: int = 1,
     implementation: Implementation = None,
 ) -> Int32[Array, "T top_k"]:
     """Return the positions of the `top_k` keys with the highest index scores for each token.
@@ -30,12 +31,13 @@ def index_top_k(
     for a limited number of keys and tokens at a time.
 
     Args:
-      q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale: arguments of `index_scores`.
+      q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale, ratio: arguments of `index_scores`.
       top_k: number of positions per token. May exceed the number of visible keys.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Positions in ascending order, then -1 if fewer than `top_k` keys are visible. Tokens of no sequence see no keys.
+      Positions in ascending order, then -1 if fewer than `top_k` keys are visible. They are indices of entries if
+      `ratio` exceeds 1. Tokens of no sequence see no keys.
 
     Raises:
       ValueError: the arguments do not fit each other.
@@ -60,6 +62,7 @@ def index_top_k(
         kv_lens,
         draft_mask,
         sm_scale=checks.number("sm_scale", sm_scale),
+        ratio=checks.size("ratio", ratio),
         top_k=checks.size("top_k", top_k),
     )
     call.validate()

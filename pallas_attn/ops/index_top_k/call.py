@@ -27,4 +27,5 @@ class IndexTopKCall(IndexKeysCall):
     kv_lens: Int32[Array, "S"]
     draft_mask: Bool[Array, "T M"] | None
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    ratio: int = dataclasses.field(metadata={"static": True})
     top_k: int = dataclasses.field(metadata={"static": True})
