@@ -383,32 +383,33 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
         raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")
 
 
-def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> None:
+def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False, name: str = "cache") -> None:
     """Check a latent cache; bind N and ps. If L and R are bound already, the cache must have these widths.
 
     Args:
       unscaled: whether to accept 8-bit latents and rotated keys in one array without scales.
+      name: name of the argument.
     """
-    check_class("cache", cache, PagedLatent)
+    check_class(name, cache, PagedLatent)
     unscaled = unscaled and cache.scale is None and cache.rope is None
-    check_dtype("cache.pages", cache.pages, (*PLAIN, *(FLOAT8 if unscaled else (LATENT_8BIT,))))
+    check_dtype(f"{name}.pages", cache.pages, (*PLAIN, *(FLOAT8 if unscaled else (LATENT_8BIT,))))
     dtype = jnp.dtype(cache.pages.dtype)
     quantised = dtype == LATENT_8BIT and not unscaled
-    for name, part in (("cache.scale", cache.scale), ("cache.rope", cache.rope)):
+    for field, part in (("scale", cache.scale), ("rope", cache.rope)):
         if quantised and part is None:
-            raise ValueError(f"{name}: a {dtype.name} cache needs one, got None")
+            raise ValueError(f"{name}.{field}: a {dtype.name} cache needs one, got None")
         if not quantised and part is not None:
-            raise ValueError(f"{name}: expected None with {dtype.name} pages, got {_described(part)}")
+            raise ValueError(f"{name}.{field}: expected None with {dtype.name} pages, got {_described(part)}")
     if quantised:
-        dims.check("cache.pages", cache.pages, "N ps L")
+        dims.check(f"{name}.pages", cache.pages, "N ps L")
         if dims["L"] % LATENT_GROUP:
-            raise ValueError(f"cache.pages: expected a multiple of {LATENT_GROUP} columns, got {dims['L']}")
-        dims.check("cache.scale", cache.scale, f"N ps {dims['L'] // LATENT_GROUP}", F32)
-        dims.check("cache.rope", cache.rope, "N ps R", ROPE_DTYPES)
+            raise ValueError(f"{name}.pages: expected a multiple of {LATENT_GROUP} columns, got {dims['L']}")
+        dims.check(f"{name}.scale", cache.scale, f"N ps {dims['L'] // LATENT_GROUP}", F32)
+        dims.check(f"{name}.rope", cache.rope, "N ps R", ROPE_DTYPES)
         return
-    dims.check("cache.pages", cache.pages, "N ps LR")
+    dims.check(f"{name}.pages", cache.pages, "N ps LR")
     if "L" in dims and cache.width != dims["L"] + dims["R"]:
-        raise ValueError(f"cache.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {cache.width}")
+        raise ValueError(f"{name}.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {cache.width}")
 
 
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 
 every_backend = backends.every_backend("mla_sparse")
 SM_SCALE, PAGES, PS = 0.0625, 12, 16
+EXTRA_PAGES, EXTRA_TOP_K = 9, 70  # pages of the second cache, and entries of its slots
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class SparseCase:
       chosen: number of cache slots that each token selects.
       top_k: number of entries of each token in the argument `slots`.
       garbage: values of unused entries: -1, or slots outside the pool.
+      extra: number of slots of a second cache that each token selects, or () for one cache.
+      sinks: whether heads have learned sinks.
       scattered: whether unused entries are between used entries, instead of after them.
       dtype: dtype of the queries, or None for `Backend.dtype`.
       cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
@@ -51,6 +54,60 @@ class SparseCase:
     cache_dtype: str | None = None
     garbage: tuple[int, ...] = (-1,)
     scattered: bool = False
+    extra: tuple[int, ...] = ()
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Random latents of a cache, and slots that tokens select.
+
+    Attributes:
+      latents: [N·ps, L + R], latents after dequantisation.
+      stored: arrays of the cache.
+      slots: [T, K].
+      dead: bool [N, ps], true for cache slots that no token selects.
+    """
+
+    latents: np.ndarray
+    stored: tuple[np.ndarray, ...]
+    slots: np.ndarray
+    dead: np.ndarray
+
+    @staticmethod
+    def draw(
+        case: SparseCase, rng: np.random.Generator, dtype: str, chosen: tuple[int, ...], top_k: int, pages: int
+    ) -> Pool:
+        """Draw a pool of which each token selects `chosen` slots, in `top_k` entries."""
+        scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
+        slots = rng.choice(case.garbage, (len(chosen), top_k)).astype(np.int32)
+        for row, count in zip(slots, chosen, strict=True):
+            places = rng.permutation(top_k)[:count] if case.scattered else np.arange(count)
+            row[places] = rng.permutation(np.arange(PS, pages * PS))[:count]  # several tokens may select the same slot
+        dead = np.ones(pages * PS, bool)
+        dead[slots[(slots >= 0) & (slots < dead.size)]] = False
+        width = case.latent_dim + case.rope_dim
+        latents = rng.standard_normal((pages, PS, width)) * scale
+        if case.cache_dtype != "float8_e4m3fn":
+            latents = latents.astype(case.cache_dtype or dtype)
+            stored = (latents,)
+        else:
+            rope = latents[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
+            groups = latents[..., : case.latent_dim].reshape(pages, PS, -1, 128)
+            scales = (scale * rng.uniform(0.02, 0.1, groups.shape[:-1])).astype(np.float32)
+            quantised = np.clip(groups / scales[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            meant = (quantised.astype(np.float32) * scales[..., None]).reshape(pages, PS, -1)
+            stored = quantised.reshape(meant.shape), scales, rope
+            latents = np.concatenate([meant, rope.astype(np.float32)], axis=-1)
+        return Pool(latents.reshape(-1, width), stored, slots, dead.reshape(pages, PS))
+
+    def cache(self, fill: Any) -> PagedLatent:
+        return PagedLatent(*(jnp.asarray(fill(part, self.dead)) for part in self.stored))
+
+    def keys(self, token: int) -> np.ndarray:
+        """Return the keys that a token selects, [keys, 1, L + R]."""
+        slots = self.slots[token]
+        return self.latents[slots[(slots >= 0) & (slots < self.latents.shape[0])]][:, None]
 
 
 @dataclass(frozen=True)
@@ -59,61 +116,46 @@ class SparseInputs:
 
     Attributes:
       q: [T, Hq, L + R].
-      latents: [N·ps, L + R], latents after dequantisation.
-      stored: arrays of the cache.
-      dead: bool [N, ps], true for cache slots that no token selects.
+      pools: one or two caches with their slots.
+      sinks: [Hq], or None.
     """
 
     case: SparseCase
     rng: np.random.Generator
     q: np.ndarray
-    latents: np.ndarray
-    stored: tuple[np.ndarray, ...]
-    slots: np.ndarray
-    dead: np.ndarray
+    pools: tuple[Pool, ...]
+    sinks: np.ndarray | None
 
     @staticmethod
     def draw(case: SparseCase, rng: np.random.Generator, dtype: str) -> SparseInputs:
         dtype = case.dtype or dtype
         scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
-        slots = rng.choice(case.garbage, (len(case.chosen), case.top_k)).astype(np.int32)
-        for row, count in zip(slots, case.chosen, strict=True):
-            places = rng.permutation(case.top_k)[:count] if case.scattered else np.arange(count)
-            row[places] = rng.permutation(np.arange(PS, PAGES * PS))[:count]  # several tokens may select the same slot
-        dead = np.ones(PAGES * PS, bool)
-        dead[slots[(slots >= 0) & (slots < dead.size)]] = False
-        width = case.latent_dim + case.rope_dim
-        q = (rng.standard_normal((len(case.chosen), case.heads, width)) / scale).astype(dtype)
-        latents = rng.standard_normal((PAGES, PS, width)) * scale
-        if case.cache_dtype != "float8_e4m3fn":
-            latents = latents.astype(case.cache_dtype or dtype)
-            stored = (latents,)
-        else:
-            rope = latents[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
-            groups = latents[..., : case.latent_dim].reshape(PAGES, PS, -1, 128)
-            scales = (scale * rng.uniform(0.02, 0.1, groups.shape[:-1])).astype(np.float32)
-            quantised = np.clip(groups / scales[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
-            meant = (quantised.astype(np.float32) * scales[..., None]).reshape(PAGES, PS, -1)
-            stored = quantised.reshape(meant.shape), scales, rope
-            latents = np.concatenate([meant, rope.astype(np.float32)], axis=-1)
-        return SparseInputs(case, rng, q, latents.reshape(-1, width), stored, slots, dead.reshape(PAGES, PS))
+        pools = [Pool.draw(case, rng, dtype, case.chosen, case.top_k, PAGES)]
+        if case.extra:
+            pools.append(Pool.draw(case, rng, dtype, case.extra, EXTRA_TOP_K, EXTRA_PAGES))
+        q = rng.standard_normal((len(case.chosen), case.heads, case.latent_dim + case.rope_dim)) / scale
+        sinks = rng.normal(3, 2, case.heads).astype(np.float32) if case.sinks else None
+        return SparseInputs(case, rng, q.astype(dtype), tuple(pools), sinks)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
         """Return the array arguments. Latents that no token selects are NaN or infinite if `poisoned`, else 0."""
-        fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
-        return {
+        fill = functools.partial(harness.poison, self.rng) if poisoned else harness.zero
+        arguments = {
             "q_latent": self.q[..., : self.case.latent_dim],
-            "q_rope": self.q[..., self.case.latent_dim :],
-            "cache": PagedLatent(*(jnp.asarray(fill(self.rng, part, self.dead)) for part in self.stored)),
-            "slots": self.slots,
+            "q_rope": self.q[..., self.case.latent_dim :] if self.case.rope_dim else None,
+            "cache": self.pools[0].cache(fill),
+            "slots": self.pools[0].slots,
         }
+        for pool in self.pools[1:]:
+            arguments |= {"extra_cache": pool.cache(fill), "extra_slots": pool.slots}
+        return arguments if self.sinks is None else arguments | {"sinks": self.sinks}
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Return output [T, Hq, L] and LSE [T, Hq], computed in NumPy in float64."""
         rows = []
-        for q, slots in zip(self.q, self.slots, strict=True):
-            keys = self.latents[slots[(slots >= 0) & (slots < PAGES * PS)]][:, None]
-            rows.append(naive.attend(q, keys, keys[..., : self.case.latent_dim], SM_SCALE))
+        for token, q in enumerate(self.q):
+            keys = np.concatenate([pool.keys(token) for pool in self.pools])
+            rows.append(naive.attend(q, keys, keys[..., : self.case.latent_dim], SM_SCALE, sinks=self.sinks))
         out, lse = zip(*rows, strict=True)
         return np.stack(out), np.stack(lse)
 
@@ -143,6 +185,16 @@ CASES = {
         cache_dtype="float8_e4m3fn",
         latent_dim=256,
     ),
+    "no rotated columns": replace(BASE, rope_dim=0),
+    "no rotated columns, wide": replace(BASE, rope_dim=0, heads=40, latent_dim=512, scattered=True, sinks=True),
+    "two caches": replace(BASE, rope_dim=0, extra=(0, 0, 3, 70, 33, 64, 17), sinks=True),
+    "two caches, wide": replace(
+        BASE, rope_dim=0, heads=64, latent_dim=512, extra=(0, 0, 3, 70, 33, 64, 17), scattered=True, sinks=True
+    ),
+    "two caches with rotated columns": replace(BASE, extra=(5, 0, 3, 70, 33, 64, 0), garbage=(-7, 2**31 - 1)),
+    "two caches, 8 bits": replace(BASE, extra=(5, 0, 3, 70, 33, 64, 0), cache_dtype="float8_e4m3fn", sinks=True),
+    "sinks": replace(BASE, sinks=True),
+    "sinks, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True, sinks=True),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
     "float16 over 8 bits": replace(BASE, dtype="float16", cache_dtype="float8_e4m3fn"),
 }
@@ -180,6 +232,14 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "rotated columns of 32": "and 64 rotated ones, got 128 and 32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
+        "no rotated columns": "and 64 rotated ones, got 128 and 0",
+        "no rotated columns, wide": "takes one cache, without learned sinks",
+        "two caches": "takes one cache, without learned sinks",
+        "two caches, wide": "takes one cache, without learned sinks",
+        "two caches with rotated columns": "takes one cache, without learned sinks",
+        "two caches, 8 bits": "takes one cache, without learned sinks",
+        "sinks": "takes one cache, without learned sinks",
+        "sinks, pairs of tiles": "takes one cache, without learned sinks",
     },
     triton={
         "float32": "takes bfloat16 and float16 queries, got float32",
@@ -199,7 +259,7 @@ def test_values(backend: Backend, name: str) -> None:
     call = attend(backend, **exact)
     got = call(**inputs.arguments())
     of_output, of_lse = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
-    if len(inputs.stored) > 1 and not exact:
+    if len(inputs.pools[0].stored) > 1 and not exact:
         of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
     harness.assert_attention_close(got, inputs.expected(), (of_output, of_lse))
     harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
@@ -313,6 +373,7 @@ GOOD: dict[str, Any] = {
     "slots": jnp.zeros((4, 6), jnp.int32),
     "sm_scale": 0.1,
 }
+EXTRA = {"extra_slots": jnp.zeros((4, 6), jnp.int32)}
 BAD = {
     "q_latent of rank 4": ("q_latent", {"q_latent": jnp.zeros((4, 1, 3, 128))}),
     "q_rope of other heads": ("q_rope", {"q_rope": jnp.zeros((4, 2, 32))}),
@@ -323,6 +384,25 @@ BAD = {
     "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
     "no sm_scale": ("sm_scale", {"sm_scale": None}),
     "integer outputs": ("out_dtype", {"out_dtype": "int8"}),
+    "rotated queries without rotated keys": ("cache.pages", {"cache": PagedLatent(jnp.zeros((8, 4, 128)))}),
+    "no rotated queries": ("cache.pages", {"q_rope": None}),
+    "a second cache without slots": ("extra_slots", {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160)))}),
+    "slots without a second cache": ("extra_slots", {"extra_slots": jnp.zeros((4, 6), jnp.int32)}),
+    "a second cache of another width": (
+        "extra_cache.pages",
+        {"extra_cache": PagedLatent(jnp.zeros((2, 3, 150))), **EXTRA},
+    ),
+    "a second cache of another dtype": (
+        "extra_cache.pages",
+        {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160), jnp.bfloat16)), **EXTRA},
+    ),
+    "an array for a second cache": ("extra_cache", {"extra_cache": jnp.zeros((2, 3, 160)), **EXTRA}),
+    "slots of other tokens in a second cache": (
+        "extra_slots",
+        {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160))), "extra_slots": jnp.zeros((3, 6), jnp.int32)},
+    ),
+    "sinks of other heads": ("sinks", {"sinks": jnp.zeros(4)}),
+    "16-bit sinks": ("sinks", {"sinks": jnp.zeros(3, jnp.bfloat16)}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),
 }
 

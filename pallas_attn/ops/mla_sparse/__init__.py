@@ -1,4 +1,4 @@
-"""Absorbed latent attention of each token to its selected keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+"""Latent attention of each token to its selected keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1; DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from pallas_attn.types import Implementation, PagedLatent
 
 def mla_sparse(
     q_latent: Float[Array, "T Hq L"],
-    q_rope: Float[Array, "T Hq R"],
+    q_rope: Float[Array, "T Hq R"] | None,
     cache: PagedLatent,
     slots: Int32[Array, "T K"],
     *,
     sm_scale: float,
+    extra_cache: PagedLatent | None = None,
+    extra_slots: Int32[Array, "T Ke"] | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -29,21 +32,29 @@ def mla_sparse(
     A slot is the place of one token in the cache. Tokens of decode requests and of prompt chunks are treated alike.
     Token t sees exactly the slots in `slots[t]`; causality is not applied, so the selection must respect it.
 
+    With `extra_cache`, one softmax covers the slots of two caches, for example the window of a token (`window_slots`)
+    and compressed entries (`entry_slots`, or `token_slots` of selected entries).
+
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
-      q_rope: rotated queries for the rotated key columns, in the same dtype.
+      q_rope: rotated queries for the rotated key columns, in the same dtype. None if the cache has no rotated keys
+        (R = 0): all columns are key and value.
       cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
       slots: page · ps + offset of the latents that each token attends to, from `token_slots`. A token must not name a
         slot twice. -1 and slots outside the pool are ignored.
       sm_scale: factor of the scores. It is required, because it depends on the head width before the absorption of
         W_UK, which the arguments do not have.
+      extra_cache: a second cache with arrays of the same dtypes and widths, or None.
+      extra_slots: slots of `extra_cache` that each token attends to, in the form of `slots`; None without a second
+        cache. Kernels skip trailing -1 of the last list of slots only, so the longer list belongs here.
+      sinks: one learned logit per head (float32) that enters the head's softmax denominator once, unscaled.
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for the dtype of q_latent.
       implementation: None, a name, or names to try in order.
 
     Returns:
       Output in the latent space; exactly 0 for tokens without a slot in the pool. With `return_lse` also the float32
-      natural-log LSE of the scaled scores; -inf for tokens without a slot in the pool.
+      natural-log LSE of the scaled scores without the learned sinks; -inf for tokens without a slot in the pool.
 
     Raises:
       ValueError: the arguments do not fit each other.
@@ -56,9 +67,17 @@ def mla_sparse(
       >>> pallas_attn.mla_sparse(jnp.ones((2, 4, 6)), jnp.ones((2, 4, 2)), cache, slots, sm_scale=0.1).shape
       (2, 4, 6)
     """
-    (slots,) = checks.int32(slots=slots)
+    slots, extra_slots = checks.int32(slots=slots, extra_slots=extra_slots)
     call = MlaSparseCall(
-        q_latent, q_rope, cache, slots, sm_scale=checks.required_number("sm_scale", sm_scale), out_dtype=out_dtype
+        q_latent,
+        q_rope,
+        cache,
+        slots,
+        extra_cache,
+        extra_slots,
+        sinks,
+        sm_scale=checks.required_number("sm_scale", sm_scale),
+        out_dtype=out_dtype,
     )
     call.validate()
     if not q_latent.shape[0]:

@@ -99,7 +99,7 @@ class SparseInputs(NamedTuple):
             scale=scale,
             rope=rope,
             slots=call.slots.reshape(-1),
-            ends=jnp.max(jnp.where(call.chosen, place, 0), axis=1),
+            ends=jnp.max(jnp.where(call.pools[0][1] >= 0, place, 0), axis=1),
         )
 
 

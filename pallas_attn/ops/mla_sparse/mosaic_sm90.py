@@ -44,7 +44,9 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
 def _require_supported(call: MlaSparseCall) -> None:
     """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
-    cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.q_rope.shape[2]
+    cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.rope_dim
+    if call.extra_cache is not None or call.sinks is not None:
+        raise NotImplementedError("takes one cache, without learned sinks")
     unsupported.require_dtypes(call.q_latent.dtype, (cache.pages if cache.rope is None else cache.rope).dtype)
     if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")

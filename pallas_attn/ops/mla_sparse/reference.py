@@ -14,10 +14,18 @@ from pallas_attn.portable.latents import meant_latents
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
-    latents = meant_latents(call.cache).reshape(-1, call.cache.width)
-    k = latents[jnp.where(call.chosen, call.slots, 0)][:, None]  # [T, 1, K, L + R]
-    q = jnp.concatenate([call.q_latent, call.q_rope], axis=-1)[:, None]
+    keys, chosen = [], []
+    for cache, slots in call.pools:
+        latents = meant_latents(cache).reshape(-1, cache.width)
+        keys.append(latents[jnp.maximum(slots, 0)])
+        chosen.append(slots >= 0)
+    k = jnp.concatenate(keys, axis=1)[:, None]  # [T, 1, keys, L + R]
     out, lse = oracle.attention(
-        q, k, k[..., : call.q_latent.shape[2]], call.chosen[:, None, None], sm_scale=call.sm_scale
+        call.queries[:, None],
+        k,
+        k[..., : call.q_latent.shape[2]],
+        jnp.concatenate(chosen, axis=1)[:, None, None],
+        sm_scale=call.sm_scale,
+        sinks=call.sinks,
     )
     return out[:, 0].astype(call.output_dtype), lse[:, 0]

@@ -42,7 +42,9 @@ MIN_STEPS = 4
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     num_tokens, num_heads, latent_dim = call.q_latent.shape
-    rope_dim, top_k = call.q_rope.shape[2], call.slots.shape[1]
+    rope_dim, top_k = call.rope_dim, call.slots.shape[1]
+    if not rope_dim or call.extra_cache is not None or call.sinks is not None:
+        raise NotImplementedError("takes one cache with rotated keys, without learned sinks")
     caches.require_latents(call.q_latent, call.cache, rope_dim)
     card, cache = device.triton_card(), call.cache
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, quantised=cache.is_quantised)
