@@ -59,6 +59,9 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     expanded = floats(TOKENS, Q_HEADS, NOPE_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM), latent_new, cache
     index = PagedIndexKeys(floats(SEQUENCES * PAGES, PAGE_SIZE, INDEX_DIM))
     weights = jax.ShapeDtypeStruct((TOKENS, INDEX_HEADS), jnp.float32)
+    rows, halves = (jax.ShapeDtypeStruct((TOKENS, n), jnp.float32) for n in (4 * INDEX_DIM, ROPE_DIM // 2))
+    state = PagedLatent(jax.ShapeDtypeStruct((SEQUENCES * PAGES, PAGE_SIZE, 4 * INDEX_DIM), jnp.float32))
+    compressed = rows, floats(INDEX_DIM), halves, halves, tables, tables, offsets, lens
     indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
     absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)
     scores = jax.ShapeDtypeStruct((TOKENS, PAGES * PAGE_SIZE), jnp.float32)
@@ -78,6 +81,7 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "select_top_k": ((scores,), {"top_k": TOP_K}),
         "index_top_k": (indexed, {"top_k": TOP_K}),
         "mla_sparse": ((*absorbed, cache, ints(TOKENS, TOP_K)), {"sm_scale": 0.1}),
+        "compress_and_write": ((state, index, *compressed), {"ratio": 4}),
         "write_index_keys": ((index, floats(TOKENS, INDEX_DIM), slots), {}),
         "cascade_decode": ((decoded, kv, tables, lens), {}),
         "ragged_paged_attention": ((packed, packed_kv, packed_kv, kv, *step), {}),

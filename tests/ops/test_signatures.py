@@ -18,6 +18,7 @@ REQUIRED = inspect.Parameter.empty
 LATENT_OPERATIONS = ("mla_decode", "mla_prefill", "mla_sparse", "mla_ragged_paged_attention")
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "sm_scale": {"ragged_paged_attention": 1.0} | dict.fromkeys(LATENT_OPERATIONS, REQUIRED),
+    "ratio": {"compress_and_write": REQUIRED},  # the index operations have 1: a key per token
     "q": {"write_kv": None},  # optional: queries are only rotated
 }
 SIGNATURES = {name: inspect.signature(getattr(pallas_attn, name)) for name in CANDIDATES_OF}

@@ -491,6 +491,11 @@ DELETIONS = """
             "index_top_k": (indexed, {"top_k": 2}),
             "select_top_k": ((scores,), {"top_k": 2}),
             "mla_sparse": ((q[..., :6], q[..., 6:], latent, table), {"sm_scale": 1.0}),
+            "compress_and_write": (
+                (pallas_attn.PagedLatent(zeros((2, 4, 32))), latent, zeros((1, 32)), zeros(8), zeros((1, 2)))
+                + (zeros((1, 2)), table, table, ints(0, 1), ints(1)),
+                {"ratio": 4},
+            ),
             "write_index_keys": ((index, q[:, 0], ints(1)), {}),
         }
         args, kwargs = arguments[op]

@@ -182,6 +182,25 @@ CASES: dict[str, Case] = {
     "index keys written": Case(
         pa.write_index_keys, {"index": index_keys(), "keys": values(T, D), "slots": SLOTS}, {}, KEYS, written="index"
     ),
+    "compressed entries": Case(
+        pa.compress_and_write,
+        {
+            "state": pa.PagedLatent(values(N, PS, 4 * D)),
+            "entries": index_keys(),
+            "rows": values(T, 4 * D),
+            "norm": values(D),
+            "cos": values(T, 2),
+            "sin": values(T, 2) + 1,
+            "state_tables": TABLES,
+            "entry_tables": TABLES[:, :2],
+            "cu_q_lens": CU_Q_LENS,
+            "kv_lens": KV_LENS,
+        },
+        {},
+        (LATENTS, KEYS),
+        {"ratio": 3},
+        written="state",
+    ),
     "scores": Case(
         pa.index_scores,
         {"q": values(T, 2, D), "weights": values(T, 2), "index": index_keys(), **PACKED},
@@ -200,6 +219,21 @@ CASES: dict[str, Case] = {
         pa.mla_sparse,
         {"q_latent": values(4, HQ, L), "q_rope": values(4, HQ, R), "cache": latents(), "slots": TABLES * PS},
         {"q_latent": P("data", "tensor"), "q_rope": P("data", "tensor"), "slots": BATCH},
+        (P("data", "tensor"), P("data", "tensor")),
+        {**SCALED, **LSE},
+    ),
+    "chosen latents of two caches": Case(
+        pa.mla_sparse,
+        {
+            "q_latent": values(4, HQ, L + R),
+            "q_rope": None,
+            "cache": latents(),
+            "slots": TABLES * PS,
+            "extra_cache": pa.PagedLatent(values(3, PS, L + R)),
+            "extra_slots": TABLES % 3,
+            "sinks": values(HQ),
+        },
+        {"q_latent": P("data", "tensor"), "slots": BATCH, "extra_slots": BATCH, "sinks": P("tensor")},
         (P("data", "tensor"), P("data", "tensor")),
         {**SCALED, **LSE},
     ),
