@@ -24,8 +24,8 @@ from pallas_attn.types import (
     FLOAT8,
     FULL,
     LATENT_8BIT,
-    LATENT_GROUP,
     PLAIN_DTYPES,
+    POWER_OF_TWO,
     QMAX,
     ROPE_DTYPES,
     DecodePlan,
@@ -35,6 +35,7 @@ from pallas_attn.types import (
     PagedLatent,
     PlanKey,
     Rope,
+    latent_group,
 )
 
 MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
@@ -383,11 +384,14 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
         raise ValueError(f"{name}: expected shape {wanted}, got {list(scale.shape)}")
 
 
-def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False, name: str = "cache") -> None:
+def check_latent(
+    cache: PagedLatent, dims: Dims, *, unscaled: bool = False, small_groups: bool = False, name: str = "cache"
+) -> None:
     """Check a latent cache; bind N and ps. If L and R are bound already, the cache must have these widths.
 
     Args:
       unscaled: whether to accept 8-bit latents and rotated keys in one array without scales.
+      small_groups: whether to accept scales that are powers of two, for groups of 64 columns.
       name: name of the argument.
     """
     check_class(name, cache, PagedLatent)
@@ -401,15 +405,28 @@ def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False, name
         if not quantised and part is not None:
             raise ValueError(f"{name}.{field}: expected None with {dtype.name} pages, got {_described(part)}")
     if quantised:
-        dims.check(f"{name}.pages", cache.pages, "N ps L")
-        if dims["L"] % LATENT_GROUP:
-            raise ValueError(f"{name}.pages: expected a multiple of {LATENT_GROUP} columns, got {dims['L']}")
-        dims.check(f"{name}.scale", cache.scale, f"N ps {dims['L'] // LATENT_GROUP}", F32)
-        dims.check(f"{name}.rope", cache.rope, "N ps R", ROPE_DTYPES)
+        check_dtype(f"{name}.scale", cache.scale, (*F32, POWER_OF_TWO) if small_groups else F32)
+        _check_scaled_latent(cache, dims, latent_group(cache.scale.dtype), name)
         return
     dims.check(f"{name}.pages", cache.pages, "N ps LR")
     if "L" in dims and cache.width != dims["L"] + dims["R"]:
         raise ValueError(f"{name}.pages: expected L + R = {dims['L']} + {dims['R']} columns, got {cache.width}")
+
+
+def _check_scaled_latent(cache: PagedLatent, dims: Dims, group: int, name: str) -> None:
+    """Check the arrays of a quantised latent cache with a scale for each `group` columns.
+
+    If R is bound to 0, rotated keys are part of the latents, and the cache must have L columns in total.
+    """
+    all_values = "L" in dims and dims["R"] == 0
+    own = Dims() if all_values else dims
+    own.check(f"{name}.pages", cache.pages, "N ps L")
+    if own["L"] % group:
+        raise ValueError(f"{name}.pages: expected a multiple of {group} columns, got {own['L']}")
+    own.check(f"{name}.scale", cache.scale, f"N ps {own['L'] // group}")
+    own.check(f"{name}.rope", cache.rope, "N ps R", ROPE_DTYPES)
+    if all_values and cache.width != dims["L"]:
+        raise ValueError(f"{name}.pages: expected {dims['L']} columns with {name}.rope, got {cache.width}")
 
 
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:

@@ -34,7 +34,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Num, UInt8
 
 from pallas_attn import checks
-from pallas_attn.types import LATENT_GROUP, PAGE_NONE, QMAX, PagedKV, PagedLatent
+from pallas_attn.types import LATENT_GROUP, PAGE_NONE, POWER_OF_TWO, QMAX, PagedKV, PagedLatent
 
 
 def from_nhd(
@@ -347,27 +347,47 @@ def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) ->
     return jnp.stack([k, v], axis=axis)
 
 
-def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) -> PagedLatent:
+def from_records(
+    records: UInt8[Array, "N ps bytes"] | UInt8[Array, "N bytes"],
+    *,
+    latent_dim: int = 512,
+    page_size: int | None = None,
+) -> PagedLatent:
     """Copy the token records of FlashMLA and vLLM into a quantised latent cache. No bits of the numbers change.
 
-    A record has the bytes of one token, little-endian: L float8_e4m3fn numbers of the latent; L / 128 float32 scales,
-    one for each 128 numbers; R bfloat16 numbers of the rotated key. For L = 512 and R = 64 these are 512 + 16 + 128 =
-    656 bytes. FlashMLA calls this format "FP8 with scale" (README and tests/quant.py); vLLM's kv-cache dtype
-    "fp8_ds_mla" uses it (`concat_and_cache_ds_mla` in csrc/cache_kernels.cu). A latent is number times scale, as in
-    `PagedLatent`. FlashMLA's arrays have an additional axis of size 1 (heads) before the bytes; remove it first.
+    With records [N, ps, bytes], a record has the bytes of one token, little-endian: L float8_e4m3fn numbers of the
+    latent; L / 128 float32 scales, one for each 128 numbers; R bfloat16 numbers of the rotated key. For L = 512 and
+    R = 64 these are 512 + 16 + 128 = 656 bytes. FlashMLA calls this format "FP8 with scale" (README and
+    tests/quant.py); vLLM's kv-cache dtype "fp8_ds_mla" uses it (`concat_and_cache_ds_mla` in csrc/cache_kernels.cu). A
+    latent is number times scale, as in `PagedLatent`. FlashMLA's arrays have an additional axis of size 1 (heads)
+    before the bytes; remove it first.
+
+    With pages [N, bytes], the format is DeepSeek-V4's: a page has `page_size` records of 576 bytes (448 float8_e4m3fn
+    numbers and 64 bfloat16 rotated columns), then 8 bytes of scales per record (7 float8_e8m0fnu, one for each 64
+    numbers, and one unused byte), and is padded to a multiple of 576 bytes.
 
     Args:
-      records: uint8 [N, ps, bytes], N pages of ps records.
-      latent_dim: L, a multiple of 128.
+      records: uint8 [N, ps, bytes], N pages of ps records; or uint8 [N, bytes], N pages.
+      latent_dim: L, a multiple of 128; not used for pages [N, bytes].
+      page_size: records per page of pages [N, bytes], else None.
 
     Raises:
-      ValueError: `records` has another shape or dtype, or no R fits its number of bytes.
+      ValueError: `records` has another shape or dtype, no R fits its number of bytes, or `page_size` is None for pages
+        [N, bytes] or given for records [N, ps, bytes].
 
     Example:
       >>> cache = pallas_attn.from_records(jnp.zeros((6, 64, 656), jnp.uint8))
       >>> cache.pages.shape, cache.scale.shape, cache.rope.shape
       ((6, 64, 512), (6, 64, 4), (6, 64, 64))
+      >>> cache = pallas_attn.from_records(jnp.zeros((6, 37440), jnp.uint8), page_size=64)
+      >>> cache.pages.shape, cache.scale.shape, cache.rope.shape
+      ((6, 64, 448), (6, 64, 7), (6, 64, 64))
     """
+    checks.check_array("records", records)
+    if len(records.shape) == 2:
+        return _from_pages(records, page_size)
+    if page_size is not None:
+        raise ValueError(f"page_size: expected None for records [N, ps, bytes], got {page_size!r}")
     if checks.size("latent_dim", latent_dim) % LATENT_GROUP:
         raise ValueError(f"latent_dim: expected a multiple of {LATENT_GROUP}, got {latent_dim}")
     checks.Dims().check("records", records, "N ps bytes", (jnp.uint8,))
@@ -379,25 +399,60 @@ def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) 
             f"records: expected {end_of_scales} bytes for {latent_dim} latent columns and 2 for each rotated one,"
             f" got {records.shape[2]}"
         )
-
-    def numbers(start: int, end: int, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        return lax.bitcast_convert_type(records[..., start:end].reshape(*records.shape[:2], *shape), dtype)
-
     cache = PagedLatent(
-        numbers(0, latent_dim, (latent_dim,), jnp.dtype(jnp.float8_e4m3fn)),
-        numbers(latent_dim, end_of_scales, (groups, 4), jnp.dtype(jnp.float32)),
-        numbers(end_of_scales, records.shape[2], (rope_bytes // 2, 2), jnp.dtype(jnp.bfloat16)),
+        _numbers(records[..., :latent_dim], jnp.float8_e4m3fn),
+        _numbers(records[..., latent_dim:end_of_scales], jnp.float32),
+        _numbers(records[..., end_of_scales:], jnp.bfloat16),
     )
     checks.check_latent(cache, checks.Dims())
     return cache
 
 
-def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
+V4_LATENT, V4_ROPE, V4_SCALES = 448, 64, 7
+"""Float8 columns, rotated columns and scales of a record of DeepSeek-V4."""
+
+V4_DATA, V4_SCALE_BYTES = V4_LATENT + 2 * V4_ROPE, 8
+"""Bytes of a record of DeepSeek-V4 before the scales, and bytes of its scales."""
+
+
+def _page_bytes(page_size: int) -> int:
+    """Return the bytes of a page of DeepSeek-V4: a multiple of `V4_DATA`."""
+    return -(-page_size * (V4_DATA + V4_SCALE_BYTES) // V4_DATA) * V4_DATA
+
+
+def _from_pages(pages: UInt8[Array, "N bytes"], page_size: int | None) -> PagedLatent:
+    checks.Dims().check("records", pages, "N bytes", (jnp.uint8,))
+    if page_size is None:
+        raise ValueError("page_size: expected the records per page for pages [N, bytes], got None")
+    page_size = checks.size("page_size", page_size)
+    if pages.shape[1] != _page_bytes(page_size):
+        wanted = f"{_page_bytes(page_size)} bytes for {page_size} records"
+        raise ValueError(f"records: expected {wanted}, got {pages.shape[1]}")
+    end = page_size * V4_DATA
+    data = pages[:, :end].reshape(-1, page_size, V4_DATA)
+    scales = pages[:, end : end + page_size * V4_SCALE_BYTES].reshape(-1, page_size, V4_SCALE_BYTES)
+    return PagedLatent(
+        _numbers(data[..., :V4_LATENT], jnp.float8_e4m3fn),
+        _numbers(scales[..., :V4_SCALES], POWER_OF_TWO),
+        _numbers(data[..., V4_LATENT:], jnp.bfloat16),
+    )
+
+
+def _numbers(records: UInt8[Array, "N ps bytes"], dtype: jax.typing.DTypeLike) -> Array:
+    """Return bytes as numbers of a dtype."""
+    size = jnp.dtype(dtype).itemsize
+    shape = (-1,) if size == 1 else (-1, size)
+    return lax.bitcast_convert_type(records.reshape(*records.shape[:2], *shape), dtype)
+
+
+def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"] | UInt8[Array, "N bytes"]:
     """Copy a quantised latent cache into token records: the inverse of `from_records`.
 
+    A cache with float8_e8m0fnu scales becomes pages [N, bytes] in DeepSeek-V4's format. Unused bytes are 0.
+
     Raises:
-      ValueError: the arrays of the cache do not fit each other, the cache is not quantised, or the rotated keys are not
-        bfloat16.
+      ValueError: the arrays of the cache do not fit each other, the cache is not quantised, the rotated keys are not
+        bfloat16, or a cache with float8_e8m0fnu scales has other widths than L = 448 and R = 64.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -406,12 +461,24 @@ def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
       >>> pallas_attn.to_records(pallas_attn.PagedLatent.allocate(spec)).shape
       (6, 64, 656)
     """
-    checks.check_latent(cache, checks.Dims())
+    checks.check_latent(cache, checks.Dims(), small_groups=True)
     if cache.scale is None or cache.rope is None:
         raise ValueError(f"cache.pages: expected float8_e4m3fn with scales, got {cache.pages.dtype.name}")
     checks.check_dtype("cache.rope", cache.rope, (jnp.bfloat16,))
-    parts = [lax.bitcast_convert_type(part, jnp.uint8) for part in (cache.pages, cache.scale, cache.rope)]
-    return jnp.concatenate([part.reshape(*cache.pages.shape[:2], -1) for part in parts], axis=-1)
+    num_pages, page_size, latent_dim = cache.pages.shape
+    latent, scale, rope = (
+        lax.bitcast_convert_type(part, jnp.uint8).reshape(num_pages, page_size, -1)
+        for part in (cache.pages, cache.scale, cache.rope)
+    )
+    if cache.scale.dtype != POWER_OF_TWO:
+        return jnp.concatenate([latent, scale, rope], axis=-1)
+    if (latent_dim, cache.rope.shape[2]) != (V4_LATENT, V4_ROPE):
+        widths = f"{latent_dim} and {cache.rope.shape[2]}"
+        raise ValueError(f"cache.pages: expected {V4_LATENT} columns and {V4_ROPE} rotated ones, got {widths}")
+    scale = jnp.pad(scale, ((0, 0), (0, 0), (0, V4_SCALE_BYTES - V4_SCALES)))
+    parts = [part.reshape(num_pages, -1) for part in (jnp.concatenate([latent, rope], axis=-1), scale)]
+    pages = jnp.concatenate(parts, axis=-1)
+    return jnp.pad(pages, ((0, 0), (0, _page_bytes(page_size) - pages.shape[1])))
 
 
 def _check_axis(axis: int) -> None:

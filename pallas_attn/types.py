@@ -49,6 +49,12 @@ LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
 LATENT_GROUP = 128
 """Number of consecutive columns of a quantised latent that share a scale."""
 
+POWER_OF_TWO = jnp.dtype(jnp.float8_e8m0fnu)
+"""Dtype of scales that are powers of two: the biased exponent in a byte."""
+
+SMALL_LATENT_GROUP = 64
+"""Number of consecutive columns of a quantised latent that share a scale of the dtype `POWER_OF_TWO`."""
+
 ROPE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
 """Dtypes of rotated keys next to quantised latents, which have separate arrays."""
 
@@ -203,6 +209,7 @@ def latent_cache_spec(
     rope_dim: int,
     dtype: jax.typing.DTypeLike,
     rope_dtype: jax.typing.DTypeLike | None = None,
+    scale_dtype: jax.typing.DTypeLike | None = None,
 ) -> CacheSpec:
     """Return the shapes and dtypes of a `PagedLatent`.
 
@@ -213,13 +220,15 @@ def latent_cache_spec(
       rope_dim: R, width of the rotated key. 0 for latents that contain the rotated columns, which must not be in
         float8_e4m3fn.
       dtype: bfloat16, float16 or float32 for one array of pages [N, ps, L + R]; or float8_e4m3fn for three arrays:
-        latents [N, ps, L], float32 scales [N, ps, L / 128] and rotated keys [N, ps, R].
+        latents [N, ps, L], scales [N, ps, L / 128] and rotated keys [N, ps, R].
       rope_dtype: dtype of the rotated keys of a float8_e4m3fn cache: bfloat16 or float16; None for bfloat16. Must be
         None for other caches.
+      scale_dtype: dtype of the scales of a float8_e4m3fn cache: float32, or float8_e8m0fnu for scales [N, ps, L / 64]
+        that are powers of two, as DeepSeek-V4 has them; None for float32. Must be None for other caches.
 
     Raises:
       ValueError: a size is too small, a dtype is not listed above, or `latent_dim` of a float8_e4m3fn cache is not a
-        multiple of 128.
+        multiple of the columns per scale.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -246,24 +255,35 @@ def latent_cache_spec(
                 f"rope_dtype must be None for {dtype.name} latents, which share pages with rotated keys;"
                 f" got {jnp.dtype(rope_dtype).name}"
             )
+        if scale_dtype is not None:
+            raise ValueError(f"scale_dtype must be None for {dtype.name} latents, got {jnp.dtype(scale_dtype).name}")
         return CacheSpec(num_pages, page_size, {"pages": pages(latent_dim + rope_dim, dtype)})
     if dtype != LATENT_8BIT:
         wanted = [d.name for d in (*PLAIN_DTYPES, LATENT_8BIT)]
         raise ValueError(f"dtype must be one of {wanted} for latents, got {dtype.name}")
-    if latent_dim % LATENT_GROUP:
+    scale_dtype = jnp.dtype(jnp.float32 if scale_dtype is None else scale_dtype)
+    if scale_dtype not in (jnp.float32, POWER_OF_TWO):
+        raise ValueError(f"scale_dtype must be float32 or {POWER_OF_TWO.name}, got {scale_dtype.name}")
+    group = latent_group(scale_dtype)
+    if latent_dim % group:
         raise ValueError(
-            f"latent_dim must be a multiple of {LATENT_GROUP} for {dtype.name} latents, which have a scale for each"
-            f" {LATENT_GROUP} columns; got {latent_dim}"
+            f"latent_dim must be a multiple of {group} for {dtype.name} latents, which have a scale for each"
+            f" {group} columns; got {latent_dim}"
         )
     rope_dtype = jnp.dtype(ROPE_DTYPES[0] if rope_dtype is None else rope_dtype)
     if rope_dtype not in ROPE_DTYPES:
         raise ValueError(f"rope_dtype must be one of {[d.name for d in ROPE_DTYPES]}, got {rope_dtype.name}")
     arrays = {
         "pages": pages(latent_dim, dtype),
-        "scale": pages(latent_dim // LATENT_GROUP, jnp.dtype(jnp.float32)),
+        "scale": pages(latent_dim // group, scale_dtype),
         "rope": pages(rope_dim, rope_dtype),
     }
     return CacheSpec(num_pages, page_size, arrays)
+
+
+def latent_group(scale_dtype: jax.typing.DTypeLike) -> int:
+    """Return the number of columns of a latent that share a scale of a dtype."""
+    return SMALL_LATENT_GROUP if jnp.dtype(scale_dtype) == POWER_OF_TWO else LATENT_GROUP
 
 
 def index_cache_spec(*, num_pages: int, page_size: int, index_dim: int, dtype: jax.typing.DTypeLike) -> CacheSpec:
@@ -374,7 +394,7 @@ class PagedLatent:
         `mla_ragged_paged_attention` takes one scale for the whole cache as an argument. With `scale` and `rope`,
         [N, ps, L] in float8_e4m3fn: latents only.
       scale: float32 [N, ps, L / 128] or None. Columns [128·j : 128·(j + 1)] of a latent are the stored columns times
-        entry j.
+        entry j. Or float8_e8m0fnu [N, ps, L / 64], powers of two for 64 columns each (DeepSeek-V4).
       rope: rotated keys [N, ps, R] in bfloat16 or float16, or None.
 
     Example:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Num
 
-from pallas_attn.types import FLOAT8
+from pallas_attn.types import FLOAT8, POWER_OF_TWO
+
+COPIED_AS_BYTES = (*FLOAT8, POWER_OF_TWO)
 
 
 def take(pool: Num[Array, "..."], *index: Int32[Array, "*#rows"]) -> Num[Array, "..."]:
     """Return the values of a pool at indices inside it, one index array for each leading axis."""
-    if pool.dtype not in FLOAT8:
+    if pool.dtype not in COPIED_AS_BYTES:
         return pool[index]
     # The barrier makes the cast depend on the indices. Otherwise XLA moves it out of loops and copies the pool.
     pool, index = lax.optimization_barrier((pool, index))
@@ -42,7 +44,7 @@ def put(
         bits = (lax.bitcast_convert_type(a, jnp.uint8) for a in (pool, values))
         return lax.bitcast_convert_type(scatter(*bits, *index), pool.dtype)
 
-    if pool.dtype not in FLOAT8:
+    if pool.dtype not in COPIED_AS_BYTES:
         return scatter(pool, values, *index)
     return lax.platform_dependent(pool, values, *index, cpu=scatter_bits, default=scatter)
 

@@ -72,7 +72,7 @@ MODULES: dict[str, Modules] = {
     "index_top_k": {**_IN_TRITON, **_ANYWHERE},
     "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
-    "compress_and_write": {**_ANYWHERE},
+    "compress_and_write": {**_IN_TRITON, **_ANYWHERE},
 }
 """Modules that implement each operation."""
 

@@ -46,10 +46,17 @@ def require_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
     if keys.dtype not in (q.dtype, LATENT_8BIT):
         which = "an unquantised cache" if cache.rope is None else "rotated keys"
         raise NotImplementedError(f"takes queries and {which} of one dtype, got {q.dtype.name} over {keys.dtype.name}")
+    require_float32_scales(cache)
     if q.shape[-1] > MAX_LATENT_DIM:
         raise NotImplementedError(f"takes latents of up to {MAX_LATENT_DIM} columns, got {q.shape[-1]}")
     if rope_dim > MAX_ROPE_DIM:
         raise NotImplementedError(f"takes up to {MAX_ROPE_DIM} rotated columns, got {rope_dim}")
+
+
+def require_float32_scales(cache: PagedLatent) -> None:
+    """Raise NotImplementedError for latents with scales that are powers of two."""
+    if cache.scale is not None and cache.scale.dtype != jnp.float32:
+        raise NotImplementedError(f"takes float32 scales of latents, got {cache.scale.dtype.name}")
 
 
 def require_queries(q: jax.Array) -> None:

@@ -233,6 +233,7 @@ def store_chunked_state(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALE: tl.constexpr,
+    sinks_ptr=None,
 ):
     """Store the state of query rows: as normalised output and LSE if it covers all their keys, else as a partial state.
 
@@ -244,8 +245,12 @@ def store_chunked_state(
       real_row: [rows], mask of the rows that exist.
       is_whole: scalar, whether the state covers all keys.
       SCALE: as in `softmax_step`.
+      sinks_ptr: learned sink logits by number of the query row, or None. Partial states have no sinks.
     """
-    inverse, lse = softmax_result(top, total, tl.full(top.shape, float("-inf"), tl.float32), SCALE)
+    sink = tl.full(top.shape, float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row, mask=real_row, other=float("-inf"))
+    inverse, lse = softmax_result(top, total, sink, SCALE)
     for chunk in tl.static_range(CHUNKS):
         at, held = column_offsets(row * L, real_row, chunk * CHUNK, L, CHUNK)
         if is_whole:

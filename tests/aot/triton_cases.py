@@ -555,6 +555,44 @@ def mla_sparse(
     return TritonCase(call, arguments)
 
 
+def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024) -> TritonCase:
+    """Return a case of `mla_sparse` as DeepSeek-V4 calls it: a window of 128 tokens and compressed entries, 512 columns
+    without rotated keys, and sinks.
+    """
+    arguments = {
+        "q_latent": shape(num_tokens, heads, 512, dtype=jnp.bfloat16),
+        "q_rope": None,
+        "cache": latents("bf16", 512, 0),
+        "slots": shape(num_tokens, 128, dtype=jnp.int32),
+        "extra_cache": latents("bf16", 512, 0),
+        "extra_slots": shape(num_tokens, extra_k, dtype=jnp.int32),
+        "sinks": shape(heads, dtype=jnp.float32),
+    }
+    call = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="triton")
+    return TritonCase(call, arguments)
+
+
+def compress(width: int, ratio: int, cache: str = "", num_tokens: int = 64) -> TritonCase:
+    """Return a case of `compress_and_write` with entries of `width` columns in bfloat16, or index keys of the dtype
+    `cache`. Entries of 4 tokens overlap.
+    """
+    columns = 2 * width * (2 if ratio == 4 else 1)
+    state = latent_cache_spec(num_pages=1024, page_size=16, latent_dim=columns, rope_dim=0, dtype=jnp.float32)
+    f32, ints = functools.partial(shape, dtype=jnp.float32), functools.partial(shape, dtype=jnp.int32)
+    arguments = {
+        "state": allocated(PagedLatent, state),
+        "entries": index_keys(cache, width) if cache else latents("bf16", width, 0),
+        "rows": f32(num_tokens, columns),
+        "norm": shape(width, dtype=jnp.bfloat16),
+        **{name: f32(num_tokens, 32) for name in ("cos", "sin")},
+        **{name: ints(16, 64) for name in ("state_tables", "entry_tables")},
+        "cu_q_lens": ints(17),
+        "kv_lens": ints(16),
+    }
+    call = functools.partial(pallas_attn.compress_and_write, ratio=ratio, implementation="triton")
+    return TritonCase(call, arguments, tensor_cores=False)
+
+
 def index_keys(name: str, index_dim: int = 128) -> PagedIndexKeys:
     sizes = {"num_pages": 1024, "page_size": 64, "index_dim": index_dim}
     return allocated(PagedIndexKeys, index_cache_spec(**sizes, dtype=CACHE_DTYPES[name]))
@@ -627,6 +665,13 @@ SPARSE = {
         for heads in (8, 32, 64, 128)
         for num_tokens in (16, 32, 64, 128, 256)
     },
+    **{f"mla-sparse-two-caches-h{heads}": two_caches(heads) for heads in (8, 16, 64, 128)},
+    "mla-sparse-two-caches-split": two_caches(64, num_tokens=1),
+    "compress-512-4": compress(512, 4),
+    "compress-512-128": compress(512, 128),
+    "compress-128-4-bf16": compress(128, 4, "bf16"),
+    "compress-128-4-fp8": compress(128, 4, "fp8"),
+    "index-top-k-entries": CHOOSE(num_tokens=64, ratio=4),
     "mla-sparse-f16-f32": mla_sparse("f16", out_dtype=jnp.float32),
     "mla-sparse-f16-h3": mla_sparse("f16", 3),
     **{
@@ -759,6 +804,8 @@ IN_EVERY_RUN = frozenset(
         ("mla-decode-fp8-128-128-h16", "sm89"),
         ("mla-sparse-fp8-128-32-h64", "sm80"),
         ("mla-sparse-bf16-h128", "sm90"),
+        ("mla-sparse-two-caches-h64", "sm86"),
+        ("compress-512-4", "sm90"),
         ("index-top-k-fp8-16", "sm86"),
         ("write-index-keys-fp8", "sm80"),
         ("paged-decode-bf16-d128", "sm90"),

@@ -37,6 +37,8 @@ class SparseCase:
       chosen: number of cache slots that each token selects.
       top_k: number of entries of each token in the argument `slots`.
       garbage: values of unused entries: -1, or slots outside the pool.
+      scaled: number of columns that are stored in 8 bits with scales that are powers of two, before bfloat16 columns; 0
+        for none.
       extra: number of slots of a second cache that each token selects, or () for one cache.
       sinks: whether heads have learned sinks.
       scattered: whether unused entries are between used entries, instead of after them.
@@ -54,6 +56,7 @@ class SparseCase:
     cache_dtype: str | None = None
     garbage: tuple[int, ...] = (-1,)
     scattered: bool = False
+    scaled: int = 0
     extra: tuple[int, ...] = ()
     sinks: bool = False
 
@@ -92,12 +95,16 @@ class Pool:
             latents = latents.astype(case.cache_dtype or dtype)
             stored = (latents,)
         else:
-            rope = latents[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
-            groups = latents[..., : case.latent_dim].reshape(pages, PS, -1, 128)
+            stored_dim = case.scaled or case.latent_dim
+            rope = latents[..., stored_dim:].astype(ml_dtypes.bfloat16)
+            groups = latents[..., :stored_dim].reshape(pages, PS, -1, 64 if case.scaled else 128)
             scales = (scale * rng.uniform(0.02, 0.1, groups.shape[:-1])).astype(np.float32)
+            if case.scaled:
+                scales = (2.0 ** rng.integers(-9, -5, scales.shape)).astype(np.float32)
             quantised = np.clip(groups / scales[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
             meant = (quantised.astype(np.float32) * scales[..., None]).reshape(pages, PS, -1)
-            stored = quantised.reshape(meant.shape), scales, rope
+            kept = scales.astype(ml_dtypes.float8_e8m0fnu) if case.scaled else scales
+            stored = quantised.reshape(meant.shape), kept, rope
             latents = np.concatenate([meant, rope.astype(np.float32)], axis=-1)
         return Pool(latents.reshape(-1, width), stored, slots, dead.reshape(pages, PS))
 
@@ -193,6 +200,9 @@ CASES = {
     ),
     "two caches with rotated columns": replace(BASE, extra=(5, 0, 3, 70, 33, 64, 0), garbage=(-7, 2**31 - 1)),
     "two caches, 8 bits": replace(BASE, extra=(5, 0, 3, 70, 33, 64, 0), cache_dtype="float8_e4m3fn", sinks=True),
+    "8 bits, all columns are values": replace(
+        BASE, rope_dim=0, latent_dim=192, scaled=128, cache_dtype="float8_e4m3fn", sinks=True, extra=BASE.chosen
+    ),
     "sinks": replace(BASE, sinks=True),
     "sinks, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True, sinks=True),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
@@ -222,7 +232,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     mosaic=all_but("rows of all kinds", "pairs of tiles over 8 bits"),
     triton=[
         "float32", "float16, latents of 96", "one slot", "garbage for none", "8 bits", "float32 over bfloat16",
-        "float16 over 8 bits",
+        "float16 over 8 bits", "no rotated columns", "two caches", "two caches with rotated columns", "sinks",
     ],
 )  # fmt: skip
 @unsupported(
@@ -238,6 +248,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "two caches, wide": "takes one cache, without learned sinks",
         "two caches with rotated columns": "takes one cache, without learned sinks",
         "two caches, 8 bits": "takes one cache, without learned sinks",
+        "8 bits, all columns are values": "takes one cache, without learned sinks",
         "sinks": "takes one cache, without learned sinks",
         "sinks, pairs of tiles": "takes one cache, without learned sinks",
     },
@@ -245,6 +256,8 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "float32": "takes bfloat16 and float16 queries, got float32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "float16 over 8 bits": "takes queries and rotated keys of one dtype",
+        "8 bits, all columns are values": "takes queries and rotated keys of one|takes float32 scales",
+        "two caches, 8 bits": "takes two caches only without quantisation",
     },
 )  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import struct
 import zlib
 from collections.abc import Callable
@@ -289,18 +290,76 @@ def test_written_token_has_the_expected_record() -> None:
     assert (records == empty).all()
 
 
+def page_of_v4(data: list[bytes], scales: list[bytes]) -> bytes:
+    """Return a page of DeepSeek-V4: the data of all records, then their scales, padded to a multiple of 576 bytes."""
+    page = b"".join(data) + b"".join(each + b"\0" for each in scales)
+    return page + b"\0" * (-len(page) % 576)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 64])
+def test_page_layout_of_v4(page_size: int) -> None:
+    """Bytes of a page: 448 float8_e4m3fn and 64 bfloat16 per record, then 7 float8_e8m0fnu and a byte per record."""
+    rng = fresh_rng()
+    data = [[rng.bytes(576) for _ in range(page_size)] for _ in range(3)]
+    scales = [[rng.bytes(7) for _ in range(page_size)] for _ in range(3)]
+    pages = [page_of_v4(*page) for page in zip(data, scales, strict=True)]
+    assert len(pages[0]) == {1: 1152, 2: 1728, 64: 37440}[page_size]
+    records = jnp.asarray(np.stack([np.frombuffer(page, np.uint8) for page in pages]))
+    cache = from_records(records, page_size=page_size)
+    assert cache.scale is not None
+    assert cache.rope is not None
+    latent, scale, rope = (np.asarray(array) for array in (cache.pages, cache.scale, cache.rope))
+    assert (latent.dtype, scale.dtype, rope.dtype) == (jnp.float8_e4m3fn, jnp.float8_e8m0fnu, jnp.bfloat16)
+    for page, row in itertools.product(range(3), range(page_size)):
+        assert latent[page, row].tobytes() + rope[page, row].tobytes() == data[page][row]
+        assert scale[page, row].tobytes() == scales[page][row]
+    assert_same_bits(jax.jit(to_records)(cache), records)
+
+
+def test_written_token_has_the_expected_record_of_v4() -> None:
+    """Scales are the smallest powers of two that are at least max(amax, 1e-4) / 448."""
+    spec = latent_cache_spec(
+        num_pages=2, page_size=4, latent_dim=448, rope_dim=64, dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu"
+    )
+    assert spec.bytes_per_page == 4 * 583
+    latent = fresh_rng().standard_normal((1, 512)).astype(np.float32)
+    amax = [448.0, 449.0, 0.0, 1e-5, 3.5, 7e4, 2.0**-12 * 448]
+    for i, largest in enumerate(amax):
+        latent[0, 64 * i : 64 * (i + 1)] *= largest / np.abs(latent[0, 64 * i : 64 * (i + 1)]).max()
+        latent[0, 64 * i + 5] = largest
+    cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), jnp.asarray([6], jnp.int32))
+    exponents = [0, 1, -22, -22, -7, 8, -12]
+    scale = 2.0 ** np.array(exponents)
+    data = (latent[0, :448].reshape(7, 64) / scale[:, None]).astype(np.float32).astype(jnp.float8_e4m3fn).tobytes()
+    data += latent[0, 448:].astype(jnp.bfloat16).tobytes()
+    none = bytes(576), bytes([127] * 7)
+    page = page_of_v4([none[0], none[0], data, none[0]], [none[1], none[1], bytes(127 + e for e in exponents), none[1]])
+    assert np.asarray(to_records(cache))[1].tobytes() == page
+
+
 def eight_bits(**changes: Any) -> PagedLatent:
     spec = latent_cache_spec(num_pages=2, page_size=4, latent_dim=256, rope_dim=8, dtype=jnp.float8_e4m3fn)
     return dataclasses.replace(PagedLatent.allocate(spec), **changes)
 
 
-RECORDS = jnp.zeros((3, 8, 656), jnp.uint8)
+def small_groups(latent_dim: int, rope_dim: int) -> PagedLatent:
+    pages = jnp.zeros((2, 4, latent_dim), jnp.float8_e4m3fn)
+    scale = jnp.ones((2, 4, latent_dim // 64), jnp.float8_e8m0fnu)
+    return PagedLatent(pages, scale, jnp.zeros((2, 4, rope_dim), jnp.bfloat16))
+
+
+RECORDS, PAGES = jnp.zeros((3, 8, 656), jnp.uint8), jnp.zeros((3, 37440), jnp.uint8)
 BAD_RECORDS = {
     "records of bytes with a sign": (from_records, {"records": RECORDS.astype(jnp.int8)}, "records: expected dtype"),
     "records with an axis of heads": (from_records, {"records": RECORDS[:, :, None]}, "records: expected shape"),
     "no rotated keys": (from_records, {"records": RECORDS[..., :528]}, "records: expected 528 bytes"),
     "half a number": (from_records, {"records": RECORDS[..., :655]}, "records: expected 528 bytes"),
     "latents of 96": (from_records, {"records": RECORDS, "latent_dim": 96}, "latent_dim: expected a multiple"),
+    "pages without their size": (from_records, {"records": PAGES}, "page_size: expected the records"),
+    "pages of another size": (from_records, {"records": PAGES, "page_size": 63}, "records: expected 37440 bytes"),
+    "records with a page size": (from_records, {"records": RECORDS, "page_size": 8}, "page_size: expected None"),
+    "other widths of V4": (to_records, {"cache": small_groups(128, 64)}, "cache.pages: expected 448 columns"),
+    "columns of half a group": (to_records, {"cache": small_groups(96, 64)}, "cache.pages: expected a multiple of 64"),
     "latents in 16 bits": (to_records, {"cache": PagedLatent(jnp.zeros((2, 4, 264)))}, "cache.pages: expected float8"),
     "float16 rotated keys": (to_records, {"cache": eight_bits(rope=jnp.zeros((2, 4, 8), jnp.float16))}, "cache.rope"),
     "scales of other pages": (to_records, {"cache": eight_bits(scale=jnp.ones((3, 4, 2)))}, "cache.scale"),

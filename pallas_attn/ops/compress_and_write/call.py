@@ -69,7 +69,8 @@ class CompressAndWriteCall(OperationCall):
         if isinstance(self.entries, PagedIndexKeys):
             checks.check_index_keys(self.entries, checks.Dims(Di=dims["D"]), name="entries")
         else:
-            _check_unscaled("entries", self.entries, checks.Dims(D=dims["D"]), "N ps D", checks.PLAIN)
+            checks.check_class("entries", self.entries, PagedLatent)
+            checks.check_latent(self.entries, checks.Dims(L=dims["D"], R=0), small_groups=True, name="entries")
         dims.check("cos", self.cos, "T half", checks.F32)
         dims.check("sin", self.sin, "T half", checks.F32)
         if 2 * dims["half"] > dims["D"]:

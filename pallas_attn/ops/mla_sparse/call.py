@@ -57,12 +57,15 @@ class MlaSparseCall(LatentCall):
             dims.bind("R", 0)
         else:
             dims.check("q_rope", self.q_rope, "T Hq R", (self.q_latent.dtype,))
-        checks.check_latent(self.cache, dims)
+        checks.check_latent(self.cache, dims, small_groups=True)
         dims.check("slots", self.slots, "T K", checks.INT)
         if self.extra_cache is not None:
             checks.check_class("extra_cache", self.extra_cache, PagedLatent)
             checks.check_dtype("extra_cache.pages", self.extra_cache.pages, (self.cache.pages.dtype,))
-            checks.check_latent(self.extra_cache, checks.Dims(L=dims["L"], R=dims["R"]), name="extra_cache")
+            own = checks.Dims(L=dims["L"], R=dims["R"])
+            checks.check_latent(self.extra_cache, own, small_groups=True, name="extra_cache")
+            if self.cache.scale is not None:
+                checks.check_dtype("extra_cache.scale", self.extra_cache.scale, (self.cache.scale.dtype,))
             if self.cache.rope is not None:
                 checks.check_dtype("extra_cache.rope", self.extra_cache.rope, (self.cache.rope.dtype,))
             dims.check("extra_slots", self.extra_slots, "T Ke", checks.INT)

@@ -47,6 +47,8 @@ def _require_supported(call: MlaSparseCall) -> None:
     cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.rope_dim
     if call.extra_cache is not None or call.sinks is not None:
         raise NotImplementedError("takes one cache, without learned sinks")
+    if cache.scale is not None and cache.scale.dtype != jnp.float32:
+        raise NotImplementedError(f"takes float32 scales of latents, got {cache.scale.dtype.name}")
     unsupported.require_dtypes(call.q_latent.dtype, (cache.pages if cache.rope is None else cache.rope).dtype)
     if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")

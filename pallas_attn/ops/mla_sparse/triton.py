@@ -2,13 +2,16 @@
 
 A program computes a block of heads of one token over one split of the token's slots:
 
-    for step in the split's slots:
+    for step in the split's slots:                                   # of the first cache, then of the second cache
         c, r = latents and rotated keys, gathered from the slots     # loaded once, used as key and value
         s = q_latent c^T + q_rope r^T                                # [heads, tokens]
         top, total, weights = softmax_step(s)
         acc = acc * keep + weights c                                 # [heads, latent columns]
     store the output, or with several splits a partial state
     merge_splits                                                     # second kernel, only with several splits
+
+The slots of the second cache follow the padded slots of the first cache, so that the slots of a step are in one cache.
+Caches without rotated keys (R = 0) have no product with q_rope.
 
 The slots of a token have several splits if fewer programs would leave multiprocessors idle. The number of splits
 depends on shapes only. Programs do not wait for one another, and no two programs write the same split or output row.
@@ -34,7 +37,7 @@ from pallas_attn.triton.quantise import tensor_core_operand
 from pallas_attn.triton.softmax import softmax_step
 from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_chunked_state
 from pallas_attn.triton.tiles import power_of_two
-from pallas_attn.types import LATENT_GROUP
+from pallas_attn.types import LATENT_GROUP, PagedLatent
 
 MIN_STEPS = 4
 """Minimum number of steps of a split. With fewer steps, the merge costs more than the split saves."""
@@ -43,19 +46,22 @@ MIN_STEPS = 4
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     num_tokens, num_heads, latent_dim = call.q_latent.shape
     rope_dim, top_k = call.rope_dim, call.slots.shape[1]
-    if not rope_dim or call.extra_cache is not None or call.sinks is not None:
-        raise NotImplementedError("takes one cache with rotated keys, without learned sinks")
     caches.require_latents(call.q_latent, call.cache, rope_dim)
-    card, cache = device.triton_card(), call.cache
+    card, cache, extra = device.triton_card(), call.cache, call.extra_cache
+    if extra is not None and cache.is_quantised:
+        raise NotImplementedError("takes two caches only without quantisation")
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, quantised=cache.is_quantised)
-    blocks, steps = -(-num_heads // tile.rows), -(-top_k // tile.tokens)
+    first_extra = -(-top_k // tile.tokens) * tile.tokens
+    num_slots = top_k if extra is None else first_extra + call.extra_slots.shape[1]
+    blocks, steps = -(-num_heads // tile.rows), -(-num_slots // tile.tokens)
     splits = _num_splits(tile.concurrent_programs(card, num_heads) // num_tokens, steps)
-    num_pages, page_size, pages_width = cache.pages.shape
+    pages_width = cache.pages.shape[2]
     chunk = LATENT_GROUP if cache.is_quantised else tile.width
     out, lse, *partial = launch(
         _attend,
-        *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope, call.slots),
-        min(num_pages * page_size, jnp.iinfo(jnp.int32).max),
+        *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope, call.slots, call.sinks),
+        *(None if extra is None else extra.pages, call.extra_slots),
+        *(_pool_slots(cache), None if extra is None else _pool_slots(extra)),
         outputs=[
             jax.ShapeDtypeStruct(call.q_latent.shape, call.output_dtype),
             jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
@@ -67,6 +73,8 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
             "L": latent_dim,
             "R": rope_dim,
             "TOP_K": top_k,
+            "FIRST_EXTRA": first_extra,
+            "NUM_SLOTS": num_slots,
             "PAGES_WIDTH": pages_width,
             "ROWS": tile.rows,
             "BLOCKS": blocks,
@@ -82,14 +90,20 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         num_warps=tile.warps,
         num_stages=tile.stages,
         max_registers=tile.max_registers,
-        flops=2 * num_tokens * num_heads * top_k * (2 * latent_dim + rope_dim),
+        flops=2 * num_tokens * num_heads * num_slots * (2 * latent_dim + rope_dim),
     )
     if splits > 1:
         out, lse = merge_splits(
-            *(out[:, None], lse[:, None], partial, EvenSplits.of(num_tokens, splits)), scale=call.sm_scale
+            *(out[:, None], lse[:, None], partial, EvenSplits.of(num_tokens, splits), call.sinks), scale=call.sm_scale
         )
         out, lse = out[:, 0], lse[:, 0]
     return out, lse
+
+
+def _pool_slots(cache: PagedLatent) -> int:
+    """Return the number of slots of a pool, or the largest int32 if the pool is larger: slots are int32."""
+    num_pages, page_size, _ = cache.pages.shape
+    return min(num_pages * page_size, jnp.iinfo(jnp.int32).max)
 
 
 def _num_splits(programs: int, steps: int) -> int:
@@ -109,12 +123,16 @@ def _num_splits(programs: int, steps: int) -> int:
 @kernel
 def _attend(
     q_latent_ptr,  # [T, HEADS, L]
-    q_rope_ptr,  # [T, HEADS, R]
+    q_rope_ptr,  # [T, HEADS, R], or None if R is 0
     pages_ptr,  # [pool slots, PAGES_WIDTH]
     scale_ptr,  # [pool slots, CHUNKS] or None
     rope_ptr,  # [pool slots, R] or None
     slots_ptr,  # [T, TOP_K]
+    sinks_ptr,  # [HEADS] or None
+    extra_pages_ptr,  # [extra_pool_slots, PAGES_WIDTH] or None
+    extra_slots_ptr,  # [T, NUM_SLOTS - FIRST_EXTRA] or None
     pool_slots,
+    extra_pool_slots,  # None without a second cache
     out_ptr,  # [T, HEADS, L]
     lse_ptr,  # [T, HEADS]
     part_ptr,  # [T * SPLITS, HEADS, L], unused for one split
@@ -124,6 +142,8 @@ def _attend(
     L: tl.constexpr,
     R: tl.constexpr,
     TOP_K: tl.constexpr,
+    FIRST_EXTRA: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     PAGES_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -146,29 +166,41 @@ def _attend(
     chosen_ptr = slots_ptr + token * TOP_K
     first = split * SPLIT_SLOTS
     end = _end_of_chosen(chosen_ptr, first, tl.minimum(first + SPLIT_SLOTS, TOP_K), pool_slots)
+    if extra_slots_ptr is not None:  # slot i of the second list is slot FIRST_EXTRA + i
+        extra_ptr = extra_slots_ptr + token * (NUM_SLOTS - FIRST_EXTRA) - FIRST_EXTRA
+        begin = tl.maximum(first, FIRST_EXTRA)
+        extra_end = _end_of_chosen(extra_ptr, begin, tl.minimum(first + SPLIT_SLOTS, NUM_SLOTS), extra_pool_slots)
+        end = tl.where(extra_end > begin, extra_end, end)
 
     q_latent, acc = (), ()  # for each chunk of columns: [heads, CHUNK]
     for chunk in tl.static_range(CHUNKS):
         q_latent += (load_columns(q_latent_ptr + first_row * L, head * L, chunk * CHUNK, real_row, L, CHUNK),)
         acc += (tl.zeros([ROWS, CHUNK], tl.float32),)
-    q_rope = load_columns(q_rope_ptr + first_row * R, head * R, 0, real_row, R, ROPE_WIDTH)
+    if R:
+        q_rope = load_columns(q_rope_ptr + first_row * R, head * R, 0, real_row, R, ROPE_WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    place = first + tl.arange(0, TOKENS)
-    next_slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)  # loaded one step ahead
+    # Slots are loaded one step ahead.
+    next_slot = _slots_of_step(chosen_ptr, extra_slots_ptr, token, first, end, TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS)
     for start in range(first, end, TOKENS):
-        place = start + TOKENS + tl.arange(0, TOKENS)
-        slot = next_slot.to(tl.int64)
-        seen = (next_slot >= 0) & (next_slot < pool_slots)
-        next_slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)
-        if rope_ptr is None:
-            k_rope = load_columns(pages_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
-        else:
-            k_rope = load_columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
-        scores = tl.dot(q_rope, tl.trans(k_rope))  # [heads, tokens]
+        slot, page_ptr, num_slots = next_slot.to(tl.int64), pages_ptr, pool_slots
+        if extra_pages_ptr is not None:
+            page_ptr = tl.where(start >= FIRST_EXTRA, extra_pages_ptr, pages_ptr)
+            num_slots = tl.where(start >= FIRST_EXTRA, extra_pool_slots, pool_slots)
+        seen = (next_slot >= 0) & (next_slot < num_slots)
+        next_slot = _slots_of_step(
+            *(chosen_ptr, extra_slots_ptr, token, start + TOKENS, end, TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS)
+        )
+        scores = tl.zeros([ROWS, TOKENS], tl.float32)  # [heads, tokens]
+        if R:
+            if rope_ptr is None:
+                k_rope = load_columns(page_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
+            else:
+                k_rope = load_columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
+            scores = tl.dot(q_rope, tl.trans(k_rope))
         latent, scales = (), ()
         for chunk in tl.static_range(CHUNKS):
-            stored = load_columns(pages_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
+            stored = load_columns(page_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
             latent += (stored,)
             k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
             if scale_ptr is None:
@@ -192,8 +224,37 @@ def _attend(
 
     store_chunked_state(
         *(acc, top, total, head, real_row, SPLITS == 1, first_row, out_ptr, lse_ptr),
-        *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS, SCALE),
+        *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS, SCALE, sinks_ptr),
     )
+
+
+@kernel
+def _slots_of_step(
+    chosen_ptr,
+    extra_slots_ptr,
+    token,
+    start,
+    end,
+    TOP_K: tl.constexpr,
+    FIRST_EXTRA: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Load slots `start` to `start` + TOKENS - 1 of a token, below `end`; -1 for padding of the first cache's slots.
+
+    Args:
+      chosen_ptr: the token's slots in the first cache.
+      extra_slots_ptr: slots in the second cache, [T, NUM_SLOTS - FIRST_EXTRA], or None.
+    """
+    place = start + tl.arange(0, TOKENS)
+    if extra_slots_ptr is None:
+        slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)
+    else:
+        is_extra = start >= FIRST_EXTRA
+        extra_ptr = extra_slots_ptr + token * (NUM_SLOTS - FIRST_EXTRA) - FIRST_EXTRA
+        limit = tl.where(is_extra, end, tl.minimum(end, TOP_K))
+        slot = tl.load(tl.where(is_extra, extra_ptr, chosen_ptr) + place, mask=place < limit, other=-1)
+    return slot
 
 
 @kernel

@@ -30,6 +30,6 @@ class WriteLatentCall(OperationCall):
     def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
-        checks.check_latent(self.cache, dims, unscaled=True)
+        checks.check_latent(self.cache, dims, unscaled=True, small_groups=True)
         checks.check_new_latents("latent", self.latent, self.cache, dims, cast=True)
         dims.check("slots", self.slots, "T", checks.INT)

@@ -1,0 +1,256 @@
+"""`compress_and_write` in Triton, for GPUs from Ampere (sm80) on.
+
+A program handles one new token. It copies the token's compressor row to the state, and if the token completes a block,
+it computes the block's entry:
+
+    state[slot of the token] = row of the token
+    if the token completes a block:
+        for tile of the block's rows:                      # new rows from `rows`, older rows from the state
+            gates, contents = load(tile)                   # [rows, columns]
+            top, total, pooled = online softmax over the rows, for each column
+        entry = rotate(rmsnorm(pooled / total))            # [columns]
+        entries[slot of the entry] = cast or quantise(entry)
+
+A program reads only rows of earlier calls from the state, and no program of this call writes them. Entries of different
+programs have different slots. So there are no barriers.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from pallas_attn.ops.compress_and_write.call import CompressAndWriteCall
+from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.quantise import amax_scale, quantise, row_amax
+from pallas_attn.triton.softmax import LOG2E, finite_or_zero
+from pallas_attn.triton.tiles import power_of_two
+from pallas_attn.types import LATENT_8BIT, QMAX, PagedIndexKeys, PagedLatent
+
+TILE_ELEMENTS = 8192
+"""Maximum number of contents (and of gates) that a program loads at a time: 32 for each of 256 threads."""
+
+COPY_COLUMNS = 2048
+"""Maximum number of columns of a compressor row that a program copies at a time."""
+
+MAX_WIDTH = 1024
+"""Maximum width of an entry. A tile of wider rows does not fit into registers."""
+
+
+def compress_and_write(call: CompressAndWriteCall) -> tuple[PagedLatent, PagedLatent | PagedIndexKeys]:
+    (num_tokens, columns), (num_pages, page_size, _) = call.rows.shape, call.state.pages.shape
+    width, half = call.norm.shape[0], call.cos.shape[1]
+    if width % 2 or width > MAX_WIDTH:
+        raise NotImplementedError(f"takes an even number of columns up to {MAX_WIDTH}, got {width}")
+    if isinstance(call.entries, PagedLatent) and call.entries.is_quantised:
+        raise NotImplementedError("writes latents without quantisation")
+    entries = call.entry_pages
+    scale = call.entries.scale
+    block = power_of_two(width)
+    rows = min(power_of_two(call.halves * call.ratio), max(1, TILE_ELEMENTS // block))
+    state, entry_pages, *scales = launch(
+        _compress,
+        *(call.rows, call.norm, call.cos, call.sin, call.state_tables, call.entry_tables),
+        *(call.cu_q_lens, call.kv_lens, call.kv_lens.shape[0], call.state.pages, entries, scale),
+        outputs=[call.state.pages, entries, *([] if scale is None else [scale])],
+        grid=(num_tokens,),
+        constants=({"entry_scale_ptr": None} if scale is None else {})
+        | {
+            "RATIO": call.ratio,
+            "POOLED": call.halves * call.ratio,
+            "D": width,
+            "HALF": half,
+            "ROW": columns,
+            "PAGE": page_size,
+            "NUM_PAGES": num_pages,
+            "TABLE_PAGES": call.state_tables.shape[1],
+            "ENTRY_PAGE": call.entries.page_size,
+            "NUM_ENTRY_PAGES": entries.shape[0],
+            "ENTRY_TABLE_PAGES": call.entry_tables.shape[1],
+            "SEARCH_STEPS": call.kv_lens.shape[0].bit_length(),
+            "ROWS": rows,
+            "BLOCK": block,
+            "COPIED": min(COPY_COLUMNS, power_of_two(columns)),
+            "EPS": call.norm_eps,
+            "QMAX": float(QMAX[LATENT_8BIT]),
+        },
+        num_warps=8 if rows * block > TILE_ELEMENTS // 2 else 4,
+        aliases={9: 0, 10: 1} | ({} if scale is None else {11: 2}),
+        bytes_accessed=num_tokens * columns * 12,
+    )
+    written = (
+        PagedIndexKeys(entry_pages, *scales) if isinstance(call.entries, PagedIndexKeys) else PagedLatent(entry_pages)
+    )
+    return PagedLatent(state), written
+
+
+@kernel
+def _compress(
+    rows_ptr,  # [T, ROW]
+    norm_ptr,  # [D]
+    cos_ptr,  # [T, HALF]
+    sin_ptr,  # [T, HALF]
+    tables_ptr,  # [S, TABLE_PAGES]
+    entry_tables_ptr,  # [S, ENTRY_TABLE_PAGES]
+    cu_q_lens_ptr,  # [S + 1]
+    kv_lens_ptr,  # [S]
+    num_sequences,
+    _aliased_state_ptr,  # same memory as state_ptr
+    _aliased_entries_ptr,  # same memory as entries_ptr
+    _aliased_scale_ptr,  # same memory as entry_scale_ptr, or None
+    state_ptr,  # [NUM_PAGES, PAGE, ROW]
+    entries_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE, D]
+    entry_scale_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE] or None
+    RATIO: tl.constexpr,
+    POOLED: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    ENTRY_PAGE: tl.constexpr,
+    NUM_ENTRY_PAGES: tl.constexpr,
+    ENTRY_TABLE_PAGES: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COPIED: tl.constexpr,
+    EPS: tl.constexpr,
+    QMAX: tl.constexpr,
+):
+    token = tl.program_id(0)
+    sequence = _sequence_of(cu_q_lens_ptr, token, num_sequences, SEARCH_STEPS)
+    if (sequence < num_sequences) & (token >= tl.load(cu_q_lens_ptr)):
+        first_token, end = tl.load(cu_q_lens_ptr + sequence), tl.load(cu_q_lens_ptr + sequence + 1)
+        position = tl.load(kv_lens_ptr + sequence) - end + token
+        table_ptr = tables_ptr + sequence.to(tl.int64) * TABLE_PAGES
+        if position >= 0:
+            page = tl.load(table_ptr + position // PAGE)
+            slot = page.to(tl.int64) * PAGE + position % PAGE
+            for first in tl.static_range(0, ROW, COPIED):
+                column = first + tl.arange(0, COPIED)
+                copied = (column < ROW) & (page >= 0) & (page < NUM_PAGES)
+                row = tl.load(rows_ptr + token.to(tl.int64) * ROW + column, mask=copied)
+                tl.store(state_ptr + slot * ROW + column, row, mask=copied)
+            if position % RATIO == RATIO - 1:
+                entry = position // RATIO
+                in_table = entry // ENTRY_PAGE < ENTRY_TABLE_PAGES
+                entry_table_ptr = entry_tables_ptr + sequence.to(tl.int64) * ENTRY_TABLE_PAGES
+                page = tl.load(entry_table_ptr + entry // ENTRY_PAGE, mask=in_table, other=-1)
+                if (page >= 0) & (page < NUM_ENTRY_PAGES):
+                    values = _pooled(
+                        *(rows_ptr, state_ptr, table_ptr, token, first_token, position),
+                        *(POOLED, RATIO, D, ROW, PAGE, NUM_PAGES, ROWS, BLOCK),
+                    )
+                    values = _normed_and_rotated(values, norm_ptr, cos_ptr, sin_ptr, token, D, HALF, BLOCK, EPS)
+                    slot = page.to(tl.int64) * ENTRY_PAGE + entry % ENTRY_PAGE
+                    column = tl.arange(0, BLOCK)
+                    if entry_scale_ptr is None:
+                        stored = values.to(entries_ptr.dtype.element_ty)
+                    else:
+                        scale = amax_scale(row_amax((values[None, :],)), QMAX)
+                        stored = tl.reshape(quantise(values[None, :], scale[:, None], tl.uint8, QMAX), [BLOCK])
+                        tl.store(entry_scale_ptr + slot + tl.arange(0, 1), scale)
+                    tl.store(entries_ptr + slot * D + column, stored, mask=column < D)
+
+
+@kernel
+def _sequence_of(cu_q_lens_ptr, token, num_sequences, SEARCH_STEPS: tl.constexpr):
+    """Return the number of sequences that end at or before a packed token, which is the index of its sequence."""
+    low, high = 0, num_sequences
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        is_before = (middle < num_sequences) & (
+            tl.load(cu_q_lens_ptr + middle + 1, mask=middle < num_sequences, other=0) <= token
+        )
+        low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
+    return low
+
+
+@kernel
+def _pooled(
+    rows_ptr,
+    state_ptr,
+    table_ptr,
+    token,
+    first_token,
+    position,
+    POOLED: tl.constexpr,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the pooled contents of the POOLED rows that end with a token, float32 [BLOCK]; 0 in padding columns.
+
+    Args:
+      table_ptr: block table of the token's sequence.
+      token, position: packed index and position of the last row.
+      first_token: packed index of the first new token of the sequence. Earlier rows are in the state.
+    """
+    column = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total, pooled = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, POOLED, ROWS):
+        number = first + tl.arange(0, ROWS)
+        before = POOLED - 1 - number
+        there = (number < POOLED) & (before <= position)
+        is_new = there & (token - before >= first_token)
+        is_old = there & (token - before < first_token)
+        page = tl.load(table_ptr + (position - before) // PAGE, mask=is_old, other=-1)
+        is_old = is_old & (page >= 0) & (page < NUM_PAGES)
+        # Rows of the block before contribute their first half, rows of the block itself their last half.
+        half = tl.where(number < POOLED - RATIO, 0, (POOLED // RATIO - 1) * D)
+        new_at = (token - before).to(tl.int64) * ROW + half
+        old_at = (page.to(tl.int64) * PAGE + (position - before) % PAGE) * ROW + half
+        shown = (is_new | is_old)[:, None]
+        gates = _rows_of(rows_ptr, new_at, is_new, state_ptr, old_at, is_old, column, ROW // 2, D)  # [ROWS, BLOCK]
+        gates = tl.where(shown, gates, float("-inf"))
+        contents = _rows_of(rows_ptr, new_at, is_new, state_ptr, old_at, is_old, column, 0, D)
+        new_top = tl.maximum(top, tl.max(gates, 0))
+        shift = finite_or_zero(new_top)
+        keep = tl.exp2((top - shift) * LOG2E)
+        weights = tl.exp2((gates - shift[None, :]) * LOG2E)
+        total = total * keep + tl.sum(weights, 0)
+        pooled = pooled * keep + tl.sum(tl.where(shown, weights * contents, 0.0), 0)
+        top = new_top
+    return tl.where(column < D, pooled / total, 0.0)
+
+
+@kernel
+def _rows_of(new_ptr, new_at, is_new, old_ptr, old_at, is_old, column, FIRST: tl.constexpr, D: tl.constexpr):
+    """Load D columns from FIRST on of new and of old rows, [rows, columns]; 0 where neither mask is true."""
+    inside = (column < D)[None, :]
+    new = tl.load(new_ptr + (new_at + FIRST)[:, None] + column[None, :], mask=is_new[:, None] & inside, other=0.0)
+    old = tl.load(old_ptr + (old_at + FIRST)[:, None] + column[None, :], mask=is_old[:, None] & inside, other=0.0)
+    return tl.where(is_new[:, None], new, old)
+
+
+@kernel
+def _normed_and_rotated(
+    values,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    token,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Normalize values [BLOCK], and rotate the last 2·HALF of D columns in pairs of adjacent columns."""
+    column = tl.arange(0, BLOCK)
+    norm = tl.load(norm_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * norm
+    even, odd = tl.split(tl.reshape(values, [BLOCK // 2, 2]))
+    angle = tl.arange(0, BLOCK // 2) - (D // 2 - HALF)
+    rotated = (angle >= 0) & (angle < HALF)
+    at = token.to(tl.int64) * HALF + angle
+    cos = tl.load(cos_ptr + at, mask=rotated, other=1.0)
+    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0)
+    first = tl.where(rotated, even * cos - odd * sin, even)
+    second = tl.where(rotated, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(first, second), [BLOCK])
