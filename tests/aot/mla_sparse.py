@@ -21,7 +21,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 
-ROWS, TOKENS, TOP_K = 64, 64, 2048
+ROWS, TOKENS, TOP_K, WINDOW = 64, 64, 2048, 128
 
 mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
@@ -38,6 +38,8 @@ class Configuration:
       dtype: dtype of queries and of 16-bit latents.
       out: dtype of the output; None for the dtype of the queries.
       pages: number of pages of the pool.
+      extra: whether the call has a second cache, sinks and no rotated columns, as in DeepSeek-V4. The first cache then
+        has a window of 128 tokens.
     """
 
     latent_dim: int = 512
@@ -47,9 +49,15 @@ class Configuration:
     dtype: Any = jnp.bfloat16
     out: Any = None
     pages: int = 65536
+    extra: bool = False
 
     def __str__(self) -> str:
-        named = {"-fp8": self.quantised, "-f16": self.dtype == jnp.float16, "-f32-out": self.out == jnp.float32}
+        named = {
+            "-fp8": self.quantised,
+            "-f16": self.dtype == jnp.float16,
+            "-f32-out": self.out == jnp.float32,
+            "-v4": self.extra,
+        }
         tokens = "" if self.tokens == 128 else f"-t{self.tokens}"
         name = f"mla-sparse-{self.latent_dim}-h{self.heads}{tokens}"
         return name + "".join(suffix for suffix, is_so in named.items() if is_so)
@@ -61,29 +69,40 @@ class Configuration:
             num_pages=self.pages,
             page_size=64,
             latent_dim=self.latent_dim,
-            rope_dim=64,
+            rope_dim=self.rope_dim,
             **({"dtype": LATENT_8BIT, "rope_dtype": self.dtype} if self.quantised else {"dtype": self.dtype}),
         )
-        return {
+        arguments = {
             "q_latent": shape(self.tokens, self.heads, self.latent_dim, dtype=self.dtype),
-            "q_rope": shape(self.tokens, self.heads, 64, dtype=self.dtype),
+            "q_rope": None if self.extra else shape(self.tokens, self.heads, 64, dtype=self.dtype),
             "cache": allocated(PagedLatent, spec),
-            "slots": shape(self.tokens, TOP_K, dtype=jnp.int32),
+            "slots": shape(self.tokens, WINDOW if self.extra else TOP_K, dtype=jnp.int32),
         }
+        if self.extra:
+            arguments["extra_cache"] = allocated(PagedLatent, spec)
+            arguments["extra_slots"] = shape(self.tokens, TOP_K - WINDOW, dtype=jnp.int32)
+            arguments["sinks"] = shape(self.heads, dtype=jnp.float32)
+        return arguments
+
+    @property
+    def rope_dim(self) -> int:
+        return 0 if self.extra else 64
 
     @property
     def tile(self) -> Tile:
         """Work of a CTA with `ROWS` heads on one tile of `TOKENS` latents."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
-        num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
-        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
+        num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + self.rope_dim))
+        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + self.rope_dim) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of shared memory of the kernel."""
         facts = {
             "latent_dim": self.latent_dim,
+            "rope_dim": self.rope_dim,
             "top_k": TOP_K,
+            "first_extra": WINDOW if self.extra else TOP_K,
             "heads": -(-self.heads // 8) * 8,  # for fp8 latents; the kernel for 16-bit latents always has 64 rows
             "splits": 1,
             "sm_scale": 0.1,
@@ -120,6 +139,9 @@ def configurations() -> Iterator[Configuration]:
         yield Configuration(256, 64, quantised=quantised)
         yield Configuration(128, 64, quantised=quantised)
         yield Configuration(heads=20, out=jnp.float32, quantised=quantised)
+    for heads in (16, 64, 128):
+        for tokens in (8, 128, 2048):
+            yield Configuration(heads=heads, tokens=tokens, extra=True)
     yield Configuration(448)
     yield Configuration(dtype=jnp.float16)
 

@@ -773,7 +773,7 @@ SPILLS = dict.fromkeys(
         *(("mla-sparse-bf16-h128", "sm90"), ("mla-sparse-fp8-h128", "sm90")),
         *(("mla-sparse-bf16-split", "sm90"), ("mla-sparse-fp8-split", "sm90")),
         *(("mla-sparse-bf16-448-64-h64", "sm90"), ("mla-sparse-fp8-512-128-h128", "sm90")),
-        ("mla-sparse-f16-f32", "sm90"),
+        *(("mla-sparse-f16-f32", "sm90"), ("mla-sparse-two-caches-split", "sm90")),
     ),
     200,
 ) | dict.fromkeys(

@@ -84,7 +84,9 @@ def _of_rows(values: Any) -> list[ir.Value]:
     return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP_ROWS)]
 
 
-def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
+def gather_rows_async(
+    ref: Ref, row: jax.Array, column: int, to: Ref, *, other: Ref | None = None, use_other: Any = None
+) -> None:
     """Start asynchronous copies of ref[row[i], column : column + to.shape[1]] to row i of a swizzled tile.
 
     If row[i] is negative, the tile row is filled with zeros, and nothing is read from global memory. A call of
@@ -96,16 +98,24 @@ def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
       row: int32 [WARPGROUP] in the order of `tile_row`.
       column: first column, at a multiple of 16 bytes.
       to: `register_tiles.operand` [TOKENS, columns].
+      other: a second array with as many columns, from which the rows are copied if the scalar `use_other` is 1.
     """
     columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
     if interpreted():
         row = _by_row(row)
-        rows = ref[...][jnp.maximum(row, 0), column : column + columns]
+        source = lax.slice_in_dim(ref[...], column, column + columns, axis=1)
+        rows = source[jnp.clip(row, 0, source.shape[0] - 1)]
+        if other is not None:
+            source = lax.slice_in_dim(other[...], column, column + columns, axis=1)
+            rows = jnp.where(use_other == 1, source[jnp.clip(row, 0, source.shape[0] - 1)], rows)
         to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTIZED_REF))
-    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
+    second, scalar = (() if other is None else kinds for kinds in ((plgpu.RefType(),), (plgpu.Layout.WG_SPLAT(()),)))
+    tile_ref = operand_ref() if number_bytes == 2 else QUANTIZED_REF
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, tile_ref, *second, *scalar))
+    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value, *chosen: Any) -> None:
         warp, lane = warp_and_lane()
         first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes
         (_, stride, *_), _ = ir.MemRefType(to.type).get_strides_and_offset()
@@ -114,12 +124,15 @@ def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
             for block in range(columns // in_row)
         ]
         row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
-        chunk = masked(lane, THREADS - 1)
+        chunk, begin = masked(lane, THREADS - 1), _begin(ref)
+        if chosen:
+            is_other = arith.cmpi(arith.CmpIPredicate.eq, chosen[1].registers.item(), mgpu.c(1, i32()))
+            begin = arith.select(is_other, _begin(chosen[0]), begin)
         pointers = ChunkPointers(to, number_bytes * columns, first, chunk)
         for i, number in enumerate(_of_rows(row)):
-            _copy_16_bytes(pointers.pointer(ROWS * i, 0), ref, number, row_bytes, chunk, steps)
+            _copy_16_bytes(pointers.pointer(ROWS * i, 0), begin, number, row_bytes, chunk, steps)
 
-    copy(ref, row, to)
+    copy(ref, row, to, *(() if other is None else (other, use_other)))
 
 
 def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
@@ -142,7 +155,7 @@ def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
     def copy(_: Any, ref: ir.Value, row: Any, place: Any, to: ir.Value) -> None:
         number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
         none: Any = mgpu.c(0, i32())
-        address = _address(ref, arith.maxsi(number, none), 4 * groups)
+        address = _address(_begin(ref), arith.maxsi(number, none), 4 * groups)
         pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [times(place, groups)], ir.F32Type.get())
         given = arith.cmpi(arith.CmpIPredicate.sge, number, none)
         of_copy = 4 * groups if groups in (1, 2, 4) else 4
@@ -157,21 +170,21 @@ def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
 
 
 def _copy_16_bytes(
-    place: ir.Value, ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value, steps: list[tuple[int, int]]
+    place: ir.Value, begin: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value, steps: list[tuple[int, int]]
 ) -> None:
     """Start copies of 16-byte chunks of a row; store zeros if the row is negative.
 
     Args:
       place: pointer to the destination of the first chunk in shared memory.
-      ref: array in global memory.
-      row: index of the row in `ref`.
+      begin: 64-bit address of an array in global memory.
+      row: index of the row in the array.
       row_bytes: size of a row in bytes.
       chunk: index of the first chunk in the row.
       steps: for each copy, the offset of the destination from `place`, and the offset of the source from the first
         chunk, in bytes.
     """
     none: Any = mgpu.c(0, i32())
-    address, place = _address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
+    address, place = _address(begin, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
     given = arith.cmpi(arith.CmpIPredicate.sge, row, none)
     num_bytes = arith.select(given, mgpu.c(16, i32()), none)
     for to, offset in steps:
@@ -224,10 +237,14 @@ def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
     return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
 
 
-def _address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
-    """Return the 64-bit address of a row of an array in global memory, or of one of its 16-byte chunks."""
+def _begin(ref: ir.Value) -> ir.Value:
+    """Return the 64-bit address of an array in global memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
+
+
+def _address(begin: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
+    """Return the 64-bit address of a row of the array at `begin`, or of one of its 16-byte chunks."""
     i64 = ir.IntegerType.get_signless(64)
-    begin = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
     if chunk is not None:
         begin = arith.addi(begin, arith.extui(i64, times(chunk, 16)))
     return arith.addi(begin, arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64)))

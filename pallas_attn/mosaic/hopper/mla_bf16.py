@@ -45,7 +45,7 @@ Barriers (arrivals are per phase):
 
 | barrier | phase | arrivals | waits |
 |---|---|---|---|
-| `q_full` | a split | copies of the three parts of Q | both warpgroups, before the first scores |
+| `q_full` | a split | copies of the parts of Q | both warpgroups, before the first scores |
 | `full` (one per part) | use of a slot | producer's copies of a part of a tile | the warpgroup that scores the tile |
 | `empty[slot, half]` | use of a slot | warpgroup `half` (of every CTA of the cluster) | producer |
 | `ready[tile]` | a pair | the warpgroup that scores the tile | the other warpgroup |
@@ -126,7 +126,7 @@ class Bf16LoopConfig:
     """Compile-time parameters of the main loop.
 
     Attributes:
-      latent_dim, rope_dim: L and R.
+      latent_dim, rope_dim: L and R. R is 0 if all columns are values.
       row_bytes: swizzle width [bytes] of tiles and Q in shared memory.
       sm_scale: factor of the scores.
       pairs: number of pairs of slots.
@@ -157,7 +157,7 @@ class Bf16Scratch(NamedTuple):
     """Shared memory and barriers of a CTA. The module docstring has the barrier table.
 
     Attributes:
-      q: for each part, [1, ROWS, columns].
+      q: for each part, [1, ROWS, columns]. The part with rotated columns is None if R = 0.
       k: for each part, [slots, TOKENS, columns].
       p: [2, ROWS, TOKENS], probabilities of each tile of a pair; None if they overwrite `k.rope`.
       stats: float32 [4, ROWS]: m0, m1, and at the end of a split the sums l of warpgroup 0 and of warpgroup 1.
@@ -191,17 +191,18 @@ class Bf16Scratch(NamedTuple):
         slots = 2 * config.pairs
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=config.row_bytes)
         columns = LatentParts(*config.widths, config.rope_dim)
+        num_parts = PARTS if config.rope_dim else ROPE
         if cluster is None:
             empty = plgpu.Barrier(num_barriers=2 * slots)
         else:
             empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=2 * slots)
         return Bf16Scratch(
-            q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),
-            k=LatentParts(*(operand((slots, TOKENS, n)) for n in columns)),
+            q=LatentParts(*(operand((1, ROWS, n)) if n else None for n in columns)),
+            k=LatentParts(*(operand((slots, TOKENS, n)) if n else None for n in columns)),
             p=operand((2, ROWS, TOKENS)) if config.has_own_probs else None,
             stats=plgpu.SMEM((4, ROWS), jnp.float32),
             producer=producer,
-            q_full=plgpu.Barrier(num_arrivals=3),
+            q_full=plgpu.Barrier(num_arrivals=num_parts),
             full=full,
             empty=empty,
             ready=plgpu.Barrier(num_barriers=2),
@@ -278,6 +279,8 @@ def attend(
         s: Any = None  # [ROWS, TOKENS]
         q, k, zero, columns = mem.q, mem.k, basics.opaque_zero(), row_bytes // 2
         for part in parts:
+            if q[part] is None:
+                continue
             tiles.await_part(pair, slot, part)
             chunks = [pl.ds(i, columns) for i in range(0, q[part].shape[2], columns)]
             operands = [(q[part].at[zero, :, chunk], k[part].at[slot, :, chunk]) for chunk in chunks]

@@ -75,20 +75,21 @@ def run_roles(registers: tuple[int, int], consume: Callable[[int], None], produc
     lax.switch(lax.axis_index("warpgroup"), branches)
 
 
-def copy_query(q_latent: Ref, q_rope: Ref, halves: tuple[Ref, Ref], rope: Ref, full: Ref) -> None:
+def copy_query(q_latent: Ref, q_rope: Ref | None, halves: tuple[Ref, Ref], rope: Ref | None, full: Ref) -> None:
     """Start TMA copies of the query rows of a block to shared memory.
 
     Args:
-      q_latent, q_rope: [rows, L] and [rows, R] in global memory.
+      q_latent, q_rope: [rows, L] and [rows, R] in global memory; q_rope is None if R = 0.
       halves, rope: destinations of the two halves of the latent columns, and of the rotated columns.
-      full: barrier with three arrivals for these copies.
+      full: barrier with an arrival for each of these copies.
     """
     first = 0
     for half in halves:
         width = half.shape[1]
         plgpu.copy_gmem_to_smem(q_latent.at[:, pl.ds(first, width)], half, full)
         first += width
-    plgpu.copy_gmem_to_smem(q_rope, rope, full)
+    if q_rope is not None:
+        plgpu.copy_gmem_to_smem(q_rope, rope, full)
 
 
 # --- the merge of partial states
@@ -128,6 +129,7 @@ def merge_slice(
     tile: Ref,
     out: Ref,
     lse: Ref,
+    sinks: Ref | None = None,
 ) -> None:
     """Merge one slice of latent columns of a block of query rows, and write its output; slice 0 also writes the LSE.
 
@@ -140,6 +142,7 @@ def merge_slice(
       tile: [ROWS, columns of a slice] in shared memory.
       out: [rows, L] in global memory, the output of the block, which has at most ROWS rows.
       lse: [ROWS] in global memory, the LSE of the block.
+      sinks: [ROWS] in global memory, the learned sink logits of the block's rows, or None.
     """
     columns = tile.shape[1]
     slice_fragments = num_fragments(ROWS * columns)
@@ -147,7 +150,8 @@ def merge_slice(
     empty = ROW_STATES.empty((ROWS, columns), PER_ROW, TILE)
     merged = loader.merge(ROW_STATES, BY_64, partials, first, count, slice(None), fragments, empty)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the previous slice may still read the tile
-    tile[...] = ROW_STATES.output(merged).astype(tile.dtype)
+    sink = None if sinks is None else basics.load(sinks, PER_ROW)
+    tile[...] = ROW_STATES.output(merged, sink).astype(tile.dtype)
     plgpu.commit_smem()
     rows = out.shape[0]
     from_tile = tile if rows == ROWS else tile.at[pl.ds(0, rows)]

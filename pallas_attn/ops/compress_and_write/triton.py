@@ -128,10 +128,10 @@ def _compress(
             page = tl.load(table_ptr + position // PAGE)
             slot = page.to(tl.int64) * PAGE + position % PAGE
             for first in tl.static_range(0, ROW, COPIED):
-                column = first + tl.arange(0, COPIED)
-                copied = (column < ROW) & (page >= 0) & (page < NUM_PAGES)
-                row = tl.load(rows_ptr + token.to(tl.int64) * ROW + column, mask=copied)
-                tl.store(state_ptr + slot * ROW + column, row, mask=copied)
+                row_column = first + tl.arange(0, COPIED)
+                copied = (row_column < ROW) & (page >= 0) & (page < NUM_PAGES)
+                row = tl.load(rows_ptr + token.to(tl.int64) * ROW + row_column, mask=copied)
+                tl.store(state_ptr + slot * ROW + row_column, row, mask=copied)
             if position % RATIO == RATIO - 1:
                 entry = position // RATIO
                 in_table = entry // ENTRY_PAGE < ENTRY_TABLE_PAGES

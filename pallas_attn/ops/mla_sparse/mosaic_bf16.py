@@ -15,6 +15,9 @@ block of heads of a token and a range of the token's slots (`SparseItem`). One C
 `full` has two kinds of barriers (`CopyBarriers`): one for each half of the latent columns of a tile, and one for its
 rotated keys. All threads of the producer arrive when their asynchronous copies are done.
 
+The tiles of a second cache follow the tiles of the first cache; a tile has rows of one cache. Without rotated keys
+(R = 0), the barriers of rotated keys are not used, and probabilities have their own memory.
+
 A row of a tile whose slot is absent (-1, or outside the split) is filled with zeros, and its scores are masked. A tile
 without absent slots is not masked. The producer stores the mask of a tile after it has waited for the half that the
 scoring warpgroup releases. The scoring warpgroup reads the mask before it releases this half.
@@ -41,7 +44,7 @@ from pallas_attn.mosaic.hopper.mla_bf16 import (
     Bf16Scratch,
     Bf16TileAccess,
 )
-from pallas_attn.mosaic.hopper.mla_rows import LOG2_ROW_STATES, ROWS, TOKENS, copy_query, run_roles
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_ROW_STATES, PER_ROW, ROWS, copy_query, run_roles
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse.mosaic_items import (
@@ -50,6 +53,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseItem,
     SparseResults,
     SparseStatic,
+    TileSlots,
     for_each_item,
     gather_items,
     launch,
@@ -73,7 +77,7 @@ class GatherBarriers(NamedTuple):
 
 def loop_config(static: SparseStatic) -> Bf16LoopConfig:
     """Parameters of the main loop: one pair of tiles in shared memory."""
-    return Bf16LoopConfig(static.latent_dim, TOKENS, register_tiles.ROW_BYTES, static.sm_scale, pairs=1)
+    return Bf16LoopConfig(static.latent_dim, static.rope_dim, register_tiles.ROW_BYTES, static.sm_scale, pairs=1)
 
 
 def scratch_types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> Bf16Scratch:
@@ -116,10 +120,15 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
         plgpu.barrier_wait(mem.joint.at[Q_FREE])
         token, block, _ = item.place(static)
         heads, rows = pl.ds(block * ROWS, static.rows), pl.ds(0, static.rows)
-        halves, rope = (mem.q.left.at[0, rows], mem.q.right.at[0, rows]), mem.q.rope.at[0, rows]
-        copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, rope, mem.q_full)
+        halves = mem.q.left.at[0, rows], mem.q.right.at[0, rows]
+        q_rope, rope = (None, None) if x.q_rope is None else (x.q_rope.at[token, heads], mem.q.rope.at[0, rows])
+        copy_query(x.q_latent.at[token, heads], q_rope, halves, rope, mem.q_full)
 
-    def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
+    def gather_part(ref: Any, slots: TileSlots, column: int, to: Any) -> None:
+        """Gather columns of a tile from the cache that contains its slots."""
+        gather.gather_rows_async(ref, slots.slot, column, to, other=x.extra, use_other=slots.is_extra)
+
+    def gather_pair(pair: Any, slots: tuple[TileSlots, ...]) -> None:
         """Gather each half of the tiles of a pair when its memory becomes free.
 
         Consumers store probabilities over the rotated keys of a tile. The next rotated keys are therefore gathered with
@@ -128,12 +137,11 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
         for tile, half in HALVES:
             plgpu.barrier_wait(mem.empty.at[2 * tile + half])
             if tile == half:
-                gather.store_none(slots[tile], mem.producer.is_none.at[tile], mem.producer.all_given.at[tile])
-            gather.gather_rows_async(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
+                gather.store_none(slots[tile].slot, mem.producer.is_none.at[tile], mem.producer.all_given.at[tile])
+            gather_part(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
             CopyBarriers(mem.full.halves).arrive(2 * tile + half)
-            if tile != half:
-                rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
-                gather.gather_rows_async(rope, slots[tile], column, mem.k[ROPE].at[tile])
+            if tile != half and x.q_rope is not None:
+                gather_part(x.latents, slots[tile], static.latent_dim, mem.k[ROPE].at[tile])
                 CopyBarriers(mem.full.rope).arrive(tile)
 
     copy_item_query(SparseItem.first())
@@ -151,7 +159,7 @@ def _consume(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch, half: int,
     def attend_item(item: SparseItem) -> None:
         plgpu.barrier_wait(mem.q_full)
         state = mla_bf16.attend(loop, mem, half, tiles, item.pair, item.count)
-        _write(static, mem, half, item, results, state)
+        _write(static, x, mem, half, item, results, state)
 
     mla_bf16.begin(loop, mem, half)
     for_each_item(static, x, attend_item)
@@ -181,14 +189,22 @@ def _tile_access(mem: Bf16Scratch) -> Bf16TileAccess:
 
 
 def _write(
-    static: SparseStatic, mem: Bf16Scratch, half: int, item: SparseItem, results: Any, state: mla_bf16.HalfState
+    static: SparseStatic,
+    x: SparseInputs,
+    mem: Bf16Scratch,
+    half: int,
+    item: SparseItem,
+    results: Any,
+    state: mla_bf16.HalfState,
 ) -> None:
     """Write this warpgroup's columns of the output, or of the partial state, of an item."""
     loop = loop_config(static)
     sums = mla_bf16.exchange_sums(mem, half, state)
     if isinstance(results, SparseResults):
         token, block, _ = item.place(static)
-        out = LOG2_ROW_STATES.normalise(state.acc, sums).astype(results.out.dtype)
+        sink = None if x.sinks is None else basics.load(x.sinks.at[pl.ds(block * ROWS, ROWS)], PER_ROW)
+        inverse = LOG2_ROW_STATES.inverse(state.m, sums, sink)
+        out = LOG2_ROW_STATES.normalise(state.acc, sums, inverse).astype(results.out.dtype)
         columns = pl.ds(half * loop.widths[0], loop.widths[half])
         to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
         mla_bf16.write_output(loop, mem, half, out, to)

@@ -41,6 +41,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseItem,
     SparseResults,
     SparseStatic,
+    TileSlots,
     for_each_item,
     gather_items,
     launch,
@@ -109,15 +110,15 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
         heads, halves = pl.ds(block * ROWS, static.rows), (loop.q[0].at[0], loop.q[1].at[0])
         copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, loop.q_rope.at[0], loop.q_full)
 
-    def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
+    def gather_pair(pair: Any, slots: tuple[TileSlots, ...]) -> None:
         """Gather each tile of a pair as soon as its slot is free."""
         for tile in range(2):
             slot, _ = slot_of(pair, tile)
             plgpu.barrier_wait(loop.empty.at[slot])
-            gather.store_none(slots[tile], mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
-            gather.gather_rows_async(x.latents, slots[tile], 0, loop.k.at[slot])
-            gather.gather_rows_async(x.rope, slots[tile], 0, loop.rope.at[slot])
-            gather.gather_scales_async(x.scale, slots[tile], loop.scales.at[slot, 0])
+            gather.store_none(slots[tile].slot, mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
+            gather.gather_rows_async(x.latents, slots[tile].slot, 0, loop.k.at[slot])
+            gather.gather_rows_async(x.rope, slots[tile].slot, 0, loop.rope.at[slot])
+            gather.gather_scales_async(x.scale, slots[tile].slot, loop.scales.at[slot, 0])
             CopyBarriers(mem.full).arrive(slot)
 
     copy_item_query(SparseItem.first())

@@ -42,14 +42,19 @@ class SparseStatic:
 
     Attributes:
       latent_dim: L.
-      top_k: K.
+      rope_dim: R.
+      top_k: K, slots of a token in all caches.
+      first_extra: number of a token's slots in the first cache, a multiple of TOKENS; the others are in the second
+        cache. top_k if there is no second cache.
       heads: Hq, padded.
       splits: number of splits of a token's slots.
       sm_scale: factor of the scores.
     """
 
     latent_dim: int
+    rope_dim: int
     top_k: int
+    first_extra: int
     heads: int
     splits: int
     sm_scale: float
@@ -69,37 +74,49 @@ class SparseInputs(NamedTuple):
     """Arrays of a call, or references to them in a kernel.
 
     Attributes:
-      q_latent, q_rope: [T, heads, L or R].
+      q_latent, q_rope: [T, heads, L or R]; q_rope is None if R = 0.
       latents: [pool slots, L + R]; fp8 [pool slots, L].
+      extra: latents of the second cache, [pool slots, L + R], or None.
       scale: float32 [pool slots, L / LATENT_GROUP] for fp8 latents, else None.
       rope: [pool slots, R] for fp8 latents, else None.
       slots: int32 [T·K], the slots of all tokens.
       ends: int32 [T], for each token one plus the index of its last slot in the pool; 0 if it has none.
+      sinks: float32 [heads], padded to whole blocks of ROWS, or None.
     """
 
     q_latent: Any
     q_rope: Any
     latents: Any
+    extra: Any
     scale: Any
     rope: Any
     slots: Any
     ends: Any
+    sinks: Any
 
     @staticmethod
-    def of(call: MlaSparseCall, heads: int) -> SparseInputs:
-        """Return the inputs of a call, with queries padded to a number of heads."""
-        padding = ((0, 0), (0, heads - call.q_latent.shape[1]), (0, 0))
-        cache = call.cache
+    def of(call: MlaSparseCall, static: SparseStatic) -> SparseInputs:
+        """Return the inputs of a call, with queries and sinks padded to the number of heads."""
+        padding = ((0, 0), (0, static.heads - call.q_latent.shape[1]), (0, 0))
+        cache, extra = call.cache, call.extra_cache
         scale, rope = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (cache.scale, cache.rope))
-        place = jnp.arange(1, call.slots.shape[1] + 1, dtype=jnp.int32)[None]
+        (_, in_pool), *extra_pools = call.pools
+        slots = call.slots
+        for _, extra_slots in extra_pools:
+            padded = jnp.pad(in_pool, ((0, 0), (0, static.first_extra - in_pool.shape[1])), constant_values=-1)
+            slots = in_pool = jnp.concatenate([padded, extra_slots], axis=1)
+        place = jnp.arange(1, static.top_k + 1, dtype=jnp.int32)[None]
+        sinks = call.sinks
         return SparseInputs(
             q_latent=jnp.pad(call.q_latent, padding),
-            q_rope=jnp.pad(call.q_rope, padding),
+            q_rope=None if call.q_rope is None else jnp.pad(call.q_rope, padding),
             latents=cache.pages.reshape(-1, cache.pages.shape[-1]),
+            extra=None if extra is None else extra.pages.reshape(-1, extra.pages.shape[-1]),
             scale=scale,
             rope=rope,
-            slots=call.slots.reshape(-1),
-            ends=jnp.max(jnp.where(call.pools[0][1] >= 0, place, 0), axis=1),
+            slots=slots.reshape(-1),
+            ends=jnp.max(jnp.where(in_pool >= 0, place, 0), axis=1),
+            sinks=None if sinks is None else jnp.pad(sinks, (0, static.blocks * ROWS - sinks.shape[0])),
         )
 
 
@@ -219,24 +236,36 @@ def for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Spars
 # --- the producer warpgroup
 
 
-def pool_slots(x: SparseInputs, item: SparseItem, i: Any, tile: int) -> jax.Array:
-    """Look up the slots of a tile of an item's i-th pair of tiles.
+class TileSlots(NamedTuple):
+    """Slots of a tile.
 
-    Returns:
-      int32 [128], one slot per thread in the order of `gather.tile_row`; -1 for places outside the split and for slots
-      outside the pool.
+    Attributes:
+      slot: int32 [128], one slot per thread in the order of `gather.tile_row`; -1 for places outside the split and for
+        slots outside the pool.
+      is_extra: int32 scalar, 1 if the slots are in the second cache, else 0. None without a second cache.
     """
+
+    slot: Any
+    is_extra: Any
+
+
+def tile_slots(static: SparseStatic, x: SparseInputs, item: SparseItem, i: Any, tile: int) -> TileSlots:
+    """Look up the slots of a tile of an item's i-th pair of tiles."""
     first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # recomputed for each tile
     place = first + gather.tile_row()
     slot = RowLayout(1, 1).take(x.slots, jnp.minimum(place, x.slots.shape[0] - 1))
-    return jnp.where((place < item.stop) & basics.in_pool(slot, x.latents.shape[0]), slot, -1)
+    if x.extra is None:
+        return TileSlots(jnp.where((place < item.stop) & basics.in_pool(slot, x.latents.shape[0]), slot, -1), None)
+    # `SparseInputs.of` has replaced slots outside the pools by -1.
+    is_extra = (lax.rem(first, static.top_k) >= static.first_extra).astype(jnp.int32)
+    return TileSlots(jnp.where(place < item.stop, slot, -1), is_extra)
 
 
 def gather_items(
     static: SparseStatic,
     x: SparseInputs,
     copy_query: Callable[[SparseItem], None],
-    gather_pair: Callable[[Any, tuple[jax.Array, ...]], None],
+    gather_pair: Callable[[Any, tuple[TileSlots, ...]], None],
 ) -> None:
     """Gather the latents of all items of this CTA. The caller has started the copy of the first item's query.
 
@@ -250,13 +279,16 @@ def gather_items(
     """
 
     def gather_item(item: SparseItem) -> None:
-        def step(i: Any, slots: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            later = tuple(pool_slots(x, item, i + 1, tile) for tile in range(2))  # loads overlap the waits below
-            gather_pair(item.pair + i, slots)
+        def slots(i: Any) -> tuple[TileSlots, ...]:
+            return tuple(tile_slots(static, x, item, i, tile) for tile in range(2))
+
+        def step(i: Any, now: tuple[TileSlots, ...]) -> tuple[TileSlots, ...]:
+            later = slots(i + 1)  # loads overlap the waits below
+            gather_pair(item.pair + i, now)
             pl.when((i == 0) & (item.pair > 0))(lambda: copy_query(item))
             return later
 
-        lax.fori_loop(0, item.count, step, tuple(pool_slots(x, item, jnp.int32(0), tile) for tile in range(2)))
+        lax.fori_loop(0, item.count, step, slots(jnp.int32(0)))
 
     for_each_item(static, x, gather_item)
 
@@ -287,9 +319,13 @@ class ChosenScratch(NamedTuple):
 
 
 def merge_splits(
-    partials: PartialStates, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
+    partials: PartialStates, sinks: Any, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
 ) -> SparseResults:
-    """Merge the partial states of each block of each token, in the order of the splits."""
+    """Merge the partial states of each block of each token, in the order of the splits.
+
+    Args:
+      sinks: `SparseInputs.sinks`.
+    """
     items = num_tokens * static.blocks
     columns = merge_columns(items, static.latent_dim)
     return plgpu.kernel(
@@ -300,11 +336,18 @@ def merge_splits(
         scratch_types=merge_scratch_types(partials, items + 1, columns, plgpu.SMEM((ROWS, columns), out_dtype)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_sparse_rows",
-    )(basics.materialize(partials))
+    )(*basics.materialize((partials, sinks)))
 
 
 def _merge_kernel(
-    static: SparseStatic, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
+    static: SparseStatic,
+    columns: int,
+    partials: PartialStates,
+    sinks: Ref | None,
+    out: Ref,
+    lse: Ref,
+    loader: PartialLoader,
+    tile: Ref,
 ) -> None:
     """Merge the partial states of one block of query rows and one slice of latent columns after the other."""
     slices = static.latent_dim // columns
@@ -317,7 +360,8 @@ def _merge_kernel(
         token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
         first, count = item * static.splits, jnp.int32(static.splits)
         to = out.at[token, pl.ds(block * ROWS, static.rows)]
-        merge_slice(loader, partials, first, count, column_slice, tile, to, lse.at[token, block])
+        of_block = None if sinks is None else sinks.at[pl.ds(block * ROWS, ROWS)]
+        merge_slice(loader, partials, first, count, column_slice, tile, to, lse.at[token, block], of_block)
 
     lax.fori_loop(0, lax.div(total - program + programs - 1, programs), merge, None)
     plgpu.wait_smem_to_gmem(0)

@@ -24,20 +24,29 @@ EIGHT_ROWS = 8
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _require_supported(call)
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
+    first_extra = top_k
+    if call.extra_slots is not None:
+        first_extra = -(-top_k // TOKENS) * TOKENS
+        top_k = first_extra + call.extra_slots.shape[1]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
     # In the other cases the kernel can only store the output of 64 rows at a time.
     any_rows = quantised or call.output_dtype == call.q_latent.dtype
     unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
     static = SparseStatic(
         latent_dim=latent_dim,
+        rope_dim=call.rope_dim,
         top_k=top_k,
+        first_extra=first_extra,
         heads=-(-num_heads // unit) * unit,
         splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
         sm_scale=call.sm_scale,
     )
     kernel = mosaic_fp8 if quantised else mosaic_bf16
-    results = kernel.attend(SparseInputs.of(call, static.heads), static, call.output_dtype)
-    out, lse = results if static.splits == 1 else merge_splits(results, static, num_tokens, call.output_dtype)
+    inputs = SparseInputs.of(call, static)
+    results = kernel.attend(inputs, static, call.output_dtype)
+    if static.splits > 1:
+        results = merge_splits(results, inputs.sinks, static, num_tokens, call.output_dtype)
+    out, lse = results
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
 
 
@@ -45,16 +54,18 @@ def _require_supported(call: MlaSparseCall) -> None:
     """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
     cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.rope_dim
-    if call.extra_cache is not None or call.sinks is not None:
-        raise NotImplementedError("takes one cache, without learned sinks")
+    if cache.is_quantised and (call.extra_cache is not None or call.sinks is not None):
+        raise NotImplementedError("takes one cache of quantised latents, without learned sinks")
     if cache.scale is not None and cache.scale.dtype != jnp.float32:
         raise NotImplementedError(f"takes float32 scales of latents, got {cache.scale.dtype.name}")
     unsupported.require_dtypes(call.q_latent.dtype, (cache.pages if cache.rope is None else cache.rope).dtype)
     if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")
-    if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim != TOKENS:
+    rope_dims = (TOKENS,) if cache.is_quantised else (0, TOKENS)
+    if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in rope_dims:
         raise NotImplementedError(
-            f"takes latents of 128 to 512 columns, a multiple of 64, and {TOKENS} rotated ones, "
-            f"got {latent_dim} and {rope_dim}"
+            f"takes latents of 128 to 512 columns, a multiple of 64, and {' or '.join(map(str, rope_dims))} rotated"
+            f" ones, got {latent_dim} and {rope_dim}"
         )
-    unsupported.require_int32_rows(cache.pages.shape[0] * cache.page_size)
+    for pool, _ in call.pools:
+        unsupported.require_int32_rows(pool.pages.shape[0] * pool.page_size)
