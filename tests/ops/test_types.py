@@ -92,6 +92,22 @@ def test_fp8_latent_cache_has_scales_and_rotated_keys() -> None:
     assert shapes(float16)["rope"] == ((N, PS, 64), "float16")
 
 
+def test_latent_cache_of_deepseek_v4() -> None:
+    """Rotated columns may be part of the latents. In 8 bits, a scale that is a power of two belongs to 64 columns."""
+    sizes = {"num_pages": N, "page_size": PS}
+    spec = latent_cache_spec(**sizes, latent_dim=512, rope_dim=0, dtype=jnp.bfloat16)
+    assert shapes(spec) == {"pages": ((N, PS, 512), "bfloat16")}
+    dtypes = {"dtype": jnp.float8_e4m3fn, "scale_dtype": jnp.float8_e8m0fnu}
+    spec = latent_cache_spec(**sizes, latent_dim=448, rope_dim=64, **dtypes)
+    assert shapes(spec) == {
+        "pages": ((N, PS, 448), "float8_e4m3fn"),
+        "scale": ((N, PS, 7), "float8_e8m0fnu"),
+        "rope": ((N, PS, 64), "bfloat16"),
+    }
+    assert spec.bytes_per_page == PS * 583
+    assert (np.asarray(PagedLatent.allocate(spec).scale, np.float32) == 1).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "scales", "sizes", "message"),
     [
@@ -124,7 +140,17 @@ def test_invalid_kv_cache_spec(dtype: Any, scales: Any, sizes: dict[str, int], m
             r"rope_dtype must be one of \['bfloat16', 'float16'\], got float32",
         ),
         ({"latent_dim": 0}, "latent_dim must be at least 1, got 0"),
-        ({"rope_dim": 0}, "rope_dim must be"),
+        ({"rope_dim": -1}, "rope_dim must be at least 1, got -1"),
+        ({"rope_dim": 0, "dtype": jnp.float8_e4m3fn, "latent_dim": 128}, "rope_dim must be at least 1, got 0"),
+        ({"scale_dtype": jnp.float32}, "scale_dtype must be None for float32 latents, got float32"),
+        (
+            {"dtype": jnp.float8_e4m3fn, "latent_dim": 128, "scale_dtype": jnp.bfloat16},
+            "scale_dtype must be float32 or float8_e8m0fnu, got bfloat16",
+        ),
+        (
+            {"dtype": jnp.float8_e4m3fn, "latent_dim": 96, "scale_dtype": jnp.float8_e8m0fnu},
+            "latent_dim must be a multiple of 64 for float8_e4m3fn latents.*; got 96",
+        ),
         ({"num_pages": -1}, "num_pages must be"),
         ({"page_size": 0}, "page_size must be"),
     ],
