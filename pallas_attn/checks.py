@@ -404,7 +404,7 @@ def check_latent(
             raise ValueError(f"{name}.{field}: a {dtype.name} cache needs one, got None")
         if not quantised and part is not None:
             raise ValueError(f"{name}.{field}: expected None with {dtype.name} pages, got {_described(part)}")
-    if quantised:
+    if cache.scale is not None:
         check_dtype(f"{name}.scale", cache.scale, (*F32, POWER_OF_TWO) if small_groups else F32)
         _check_scaled_latent(cache, dims, latent_group(cache.scale.dtype), name)
         return

@@ -28,6 +28,7 @@ records ps, so that operations can refuse most tables of pages (`PagedKV.view_pa
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -438,7 +439,7 @@ def _from_pages(pages: UInt8[Array, "N bytes"], page_size: int | None) -> PagedL
     )
 
 
-def _numbers(records: UInt8[Array, "N ps bytes"], dtype: jax.typing.DTypeLike) -> Array:
+def _numbers(records: UInt8[Array, "N ps bytes"], dtype: Any) -> Array:
     """Return bytes as numbers of a dtype."""
     size = jnp.dtype(dtype).itemsize
     shape = (-1,) if size == 1 else (-1, size)

@@ -60,7 +60,8 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     index = PagedIndexKeys(floats(SEQUENCES * PAGES, PAGE_SIZE, INDEX_DIM))
     weights = jax.ShapeDtypeStruct((TOKENS, INDEX_HEADS), jnp.float32)
     rows, halves = (jax.ShapeDtypeStruct((TOKENS, n), jnp.float32) for n in (4 * INDEX_DIM, ROPE_DIM // 2))
-    state = PagedLatent(jax.ShapeDtypeStruct((SEQUENCES * PAGES, PAGE_SIZE, 4 * INDEX_DIM), jnp.float32))
+    state_pages: Any = jax.ShapeDtypeStruct((SEQUENCES * PAGES, PAGE_SIZE, 4 * INDEX_DIM), jnp.float32)
+    state = PagedLatent(state_pages)
     compressed = rows, floats(INDEX_DIM), halves, halves, tables, tables, offsets, lens
     indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
     absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)

@@ -113,8 +113,8 @@ def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch)
     assert any(re.fullmatch(r"paged_decode +reference  mosaic \(1\), triton \(2\)", line) for line in printed)
     *_, reasons = "\n".join(printed).split("\n\n")
     first, second, *_ = re.split(r"\n(?=\()", reasons)
-    assert re.fullmatch(r"\(1\)  needs a GPU of compute capability .*,\n     this is cpu", first)
-    assert second == "(2)  needs a GPU of compute capability 8.0 or later, this is cpu"
+    assert re.fullmatch(r"\(1\) +needs a GPU of compute capability .*,\n +this is cpu", first)
+    assert re.fullmatch(r"\(2\) +needs a GPU of compute capability 8.0 or later, this is cpu", second)
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
     assert chosen()["paged_decode"] == "none"
 

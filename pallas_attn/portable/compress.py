@@ -49,9 +49,9 @@ def pooled_entries(
     return jnp.concatenate([normed[:, :first], rotated], axis=-1)
 
 
-def write_at(
-    cache: PagedLatent | PagedIndexKeys, values: Float32[Array, "n columns"], slots: Int32[Array, "n"]
-) -> PagedLatent | PagedIndexKeys:
+def write_at[Cache: (PagedLatent, PagedIndexKeys)](
+    cache: Cache, values: Float32[Array, "n columns"], slots: Int32[Array, "n"]
+) -> Cache:
     """Return a cache with values written to slots; -1 and slots outside the pool are not written."""
     stored = stored_index_keys(values, cache) if isinstance(cache, PagedIndexKeys) else stored_latents(values, cache)
     num_pages, page_size = jax.tree.leaves(cache)[0].shape[:2]

@@ -449,9 +449,11 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 def shapes(tokens: int, sequences: int, pages: int, halves: int) -> dict[str, Any]:
     """Return arguments of 512 columns as shapes; state and entries have equally many bytes."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+    state_pages: Any = f32((pages, 16, 1024 * halves))
+    entry_pages: Any = jax.ShapeDtypeStruct((pages, 64 * halves, 512), jnp.bfloat16)
     return {
-        "state": PagedLatent(f32((pages, 16, 1024 * halves))),
-        "entries": PagedLatent(jax.ShapeDtypeStruct((pages, 64 * halves, 512), jnp.bfloat16)),
+        "state": PagedLatent(state_pages),
+        "entries": PagedLatent(entry_pages),
         "rows": f32((tokens, 1024 * halves)),
         "norm": f32((512,)),
         "cos": f32((tokens, 32)),

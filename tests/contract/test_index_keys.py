@@ -308,7 +308,7 @@ def test_slots_of_windows_and_entries() -> None:
     page_size, window, ratio = 4, 6, 3
     tables = np.array([[5, 0, -1, 7, 2], [3, 5, 2**30, 1, 9], [8, 8, 8, 8, 8], [4, 0, 6, -7, -1]], np.int32)
     kv_lens, q_lens = np.array([20, 2, 0, 23]), np.array([7, 2, 0, 5])
-    lengths = np.cumsum((0, *q_lens)).astype(np.int32), kv_lens.astype(np.int32)
+    given: list[Any] = [tables, np.cumsum((0, *q_lens)).astype(np.int32), kv_lens.astype(np.int32)]
     positions = [(s, n - q + i) for s, (n, q) in enumerate(zip(kv_lens, q_lens, strict=True)) for i in range(q)]
     positions += [(0, -1)] * 2  # padding
 
@@ -320,11 +320,11 @@ def test_slots_of_windows_and_entries() -> None:
         slots = [[slot(s, each) for each in row] for (s, _), row in zip(positions, seen, strict=True)]
         return [row + [-1] * (width - len(row)) for row in slots]
 
-    got = window_slots(tables, *lengths, page_size=page_size, window=window, length=16)
+    got = window_slots(*given, page_size=page_size, window=window, length=16)
     assert got.tolist() == listed([list(range(max(p - window + 1, 0), p + 1)) for _, p in positions], window)
-    got = entry_slots(tables, *lengths, ratio=ratio, page_size=page_size, length=16)
+    got = entry_slots(*given, ratio=ratio, page_size=page_size, length=16)
     assert got.tolist() == listed([list(range((p + 1) // ratio)) for _, p in positions], 20)
-    none = tables[:0], np.zeros(1, np.int32), np.zeros(0, np.int32)
+    none: list[Any] = [tables[:0], np.zeros(1, np.int32), np.zeros(0, np.int32)]
     assert window_slots(*none, page_size=page_size, window=2, length=2).tolist() == [[-1] * 2] * 2
     assert entry_slots(*none, ratio=ratio, page_size=page_size, length=1).tolist() == [[-1] * 20]
 
@@ -343,7 +343,8 @@ def test_slots_of_windows_and_entries() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_bad_arguments_of_slots_are_named(argument: str, change: dict[str, Any]) -> None:
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-    arguments = {"block_tables": ints((1, 3)), "cu_q_lens": ints(2), "kv_lens": ints(1), "page_size": 4, "length": 5}
+    arguments: dict[str, Any] = {"block_tables": ints((1, 3)), "cu_q_lens": ints(2), "kv_lens": ints(1)}
+    arguments |= {"page_size": 4, "length": 5}
     with pytest.raises(ValueError, match=f"^{argument}:"):
         window_slots(**arguments | {"window": 2} | change)
     change = {"ratio" if name == "window" else name: value for name, value in change.items()}

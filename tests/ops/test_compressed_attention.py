@@ -59,7 +59,9 @@ def step(case: CompressCase, implementation: str, caches: tuple[Any, ...], x: di
     lengths = {"cu_q_lens": x["cu_q_lens"], "kv_lens": x["kv_lens"]}
     length, tables = x["q"].shape[0], x["tables"]
     pages = {"page_size": case.page_size, "length": length}
-    compress = functools.partial(compress_and_write, ratio=case.ratio, norm_eps=NORM_EPS, implementation=implementation)
+    compress: Any = functools.partial(
+        compress_and_write, ratio=case.ratio, norm_eps=NORM_EPS, implementation=implementation
+    )
     shared = [x[name] for name in ("norm", "cos", "sin", "tables", "entry_tables", "cu_q_lens", "kv_lens")]
     state, entries = compress(state, entries, x["rows"], *shared)
     window = write_latent(window, x["keys"], slot_mapping(tables, **lengths, **pages))
@@ -98,11 +100,14 @@ def test_chunks_of_sequences(case: CompressCase, implementation: str) -> None:
         {name: rng.standard_normal((n, *shape)).astype(np.float32) for name, shape in widths.items()}
         for n in case.kv_lens
     ]
-    fixed = {"norm": rng.uniform(0.5, 2, case.width).astype(np.float32), "sinks": rng.normal(size=HEADS)}
+    fixed: dict[str, Any] = {
+        "norm": rng.uniform(0.5, 2, case.width).astype(np.float32),
+        "sinks": rng.normal(size=HEADS),
+    }
     fixed["sinks"] = fixed["sinks"].astype(np.float32)
     tables, entry_tables = (rng.permutation(num_pages).reshape(sequences, -1).astype(np.int32) for _ in range(2))
     state, entries = case.allocate(num_pages)
-    index = PagedIndexKeys(entries.pages)
+    index = PagedIndexKeys(*jax.tree.leaves(entries))
     window = PagedLatent(jnp.zeros((num_pages, case.page_size, case.width)))
     caches = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), (state, entries, state, index, window))
     compiled = jax.jit(functools.partial(step, case, implementation))

@@ -73,6 +73,7 @@ def run(operation, tmp_path, *more):
                 ("mla_prefill", "f32", "xla"),
                 ("write_latent", "f32", "xla"),
                 ("gather_latent", "f32", "xla"),
+                ("compress_and_write", "float32", "xla"),
             )
         ),
     ],

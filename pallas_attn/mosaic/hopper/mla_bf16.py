@@ -191,7 +191,7 @@ class Bf16Scratch(NamedTuple):
         slots = 2 * config.pairs
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=config.row_bytes)
         columns = LatentParts(*config.widths, config.rope_dim)
-        num_parts = PARTS if config.rope_dim else ROPE
+        num_parts = sum(n > 0 for n in columns)
         if cluster is None:
             empty = plgpu.Barrier(num_barriers=2 * slots)
         else:

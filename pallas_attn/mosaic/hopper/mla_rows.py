@@ -88,7 +88,7 @@ def copy_query(q_latent: Ref, q_rope: Ref | None, halves: tuple[Ref, Ref], rope:
         width = half.shape[1]
         plgpu.copy_gmem_to_smem(q_latent.at[:, pl.ds(first, width)], half, full)
         first += width
-    if q_rope is not None:
+    if q_rope is not None and rope is not None:
         plgpu.copy_gmem_to_smem(q_rope, rope, full)
 
 

@@ -52,7 +52,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         raise NotImplementedError("takes two caches only without quantisation")
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, quantised=cache.is_quantised)
     first_extra = -(-top_k // tile.tokens) * tile.tokens
-    num_slots = top_k if extra is None else first_extra + call.extra_slots.shape[1]
+    num_slots = top_k if call.extra_slots is None else first_extra + call.extra_slots.shape[1]
     blocks, steps = -(-num_heads // tile.rows), -(-num_slots // tile.tokens)
     splits = _num_splits(tile.concurrent_programs(card, num_heads) // num_tokens, steps)
     pages_width = cache.pages.shape[2]
@@ -197,7 +197,7 @@ def _attend(
                 k_rope = load_columns(page_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
             else:
                 k_rope = load_columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
-            scores = tl.dot(q_rope, tl.trans(k_rope))
+            scores = tl.dot(q_rope, tl.trans(k_rope))  # pyrefly: ignore[unbound-name]
         latent, scales = (), ()
         for chunk in tl.static_range(CHUNKS):
             stored = load_columns(page_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)

@@ -67,7 +67,9 @@ class MlaDecodeCase:
     def num_bytes(self) -> int:
         """Bytes of the latents of all tokens. The bytes of queries and outputs are not counted."""
         s = self.shape
-        spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, **self.pool_sizes)
+        spec = latent_cache_spec(
+            num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, scale_dtype=None, **self.pool_sizes
+        )
         return int(self.lens.sum()) * spec.bytes_per_page // s.page_size
 
     @property

@@ -6,6 +6,7 @@ The new tokens are decode tokens (one per sequence) or tokens of a prefill chunk
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,13 @@ SM_SCALE = 192**-0.5
 class MlaSparseCase:
     """A step of `batch` sequences of `context` tokens. Each new token attends to `top_k` of the context's tokens.
 
+    With a window, calls have the form of DeepSeek-V4: `context` counts compressed entries, another cache has
+    the window of each sequence, and heads have learned sinks.
+
     Attributes:
       cache: kind of cache, a key of `pools.CACHES`; or "fp8".
       new_tokens: new tokens per sequence.
+      window: tokens of the window; 0 for none.
     """
 
     batch: int
@@ -46,12 +51,14 @@ class MlaSparseCase:
     rope_dim: int = 64
     page_size: int = 64
     new_tokens: int = 1
+    window: int = 0
 
     @property
     def name(self) -> str:
         width = f"{self.latent_dim}+{self.rope_dim}"
         new = f" {self.new_tokens} new" if self.new_tokens > 1 else ""
-        return f"{width} h{self.heads} B{self.batch}{new} {self.top_k} of {self.context} p{self.page_size} {self.cache}"
+        chosen = f"{self.top_k} of {self.context}" + (f" and {self.window}" if self.window else "")
+        return f"{width} h{self.heads} B{self.batch}{new} {chosen} p{self.page_size} {self.cache}"
 
     @property
     def num_rows(self) -> int:
@@ -60,8 +67,15 @@ class MlaSparseCase:
     @property
     def spec(self) -> CacheSpec:
         """Shapes of the pool that all calls read."""
-        pages = self.batch * self.context // self.page_size
-        sizes = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
+        return self._spec(self.batch * self.context // self.page_size)
+
+    @property
+    def window_spec(self) -> CacheSpec:
+        """Shapes of the pool with the tokens of the windows: as many tokens as a window and the new tokens have."""
+        return self._spec(self.batch * -(-(self.window + self.new_tokens) // self.page_size))
+
+    def _spec(self, pages: int) -> CacheSpec:
+        sizes: dict[str, Any] = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
         return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
 
     @property
@@ -70,6 +84,8 @@ class MlaSparseCase:
         select it; a sequence cannot have more than `context` different latents.
         """
         chosen = self.batch * min(self.context, self.new_tokens * self.top_k)
+        if self.window:
+            chosen += self.batch * (self.window + self.new_tokens - 1)
         return chosen * self.spec.bytes_per_page // self.page_size
 
     @property
@@ -80,15 +96,20 @@ class MlaSparseCase:
     @property
     def flops(self) -> int:
         """Multiplications and additions of both GEMMs (scores and outputs)."""
-        return 2 * self.num_rows * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
+        return 2 * self.num_rows * self.heads * (self.top_k + self.window) * (2 * self.latent_dim + self.rope_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseInputs:
-    """Arguments of a chain of calls: the cache, and `q_latent`, `q_rope` and `slots` of each call."""
+    """Arguments of a chain of calls: caches and sinks by name, and `q_latent`, `q_rope` and slots of each call."""
 
-    cache: PagedLatent
-    owns: list[dict[str, Array]]
+    shared: dict[str, Any]
+    owns: list[dict[str, Any]]
+
+    @property
+    def cache(self) -> PagedLatent:
+        """The cache of calls without a window."""
+        return self.shared["cache"]
 
 
 def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
@@ -106,8 +127,22 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
         q = random_values(key, (case.num_rows, case.heads, case.latent_dim + case.rope_dim), dtype)
         q_latent, q_rope = jnp.split(q, [case.latent_dim], axis=-1)
         slots = jnp.asarray(first + _choose(rng, case), jnp.int32)
-        owns.append({"q_latent": q_latent, "q_rope": q_rope, "slots": slots})
-    return MlaSparseInputs(random_latents(case.spec), owns)
+        if case.window:
+            owns.append({"q_latent": q, "q_rope": None, "slots": _window(case), "extra_slots": slots})
+        else:
+            owns.append({"q_latent": q_latent, "q_rope": q_rope, "slots": slots})
+    pool = random_latents(case.spec)
+    if not case.window:
+        return MlaSparseInputs({"cache": pool}, owns)
+    sinks = random_values(jax.random.key(2), (case.heads,), jnp.float32)
+    return MlaSparseInputs({"cache": random_latents(case.window_spec), "extra_cache": pool, "sinks": sinks}, owns)
+
+
+def _window(case: MlaSparseCase) -> Array:
+    """Return the slots of the window of each new token, [rows, window]."""
+    tokens = case.window_spec.num_pages // case.batch * case.page_size
+    first = tokens * np.arange(case.batch)[:, None] + np.arange(case.new_tokens)[None]
+    return jnp.asarray(first.reshape(-1, 1) + np.arange(case.window)[None], jnp.int32)
 
 
 def _choose(rng: np.random.Generator, case: MlaSparseCase) -> np.ndarray:

@@ -174,7 +174,9 @@ class Pools:
         Raises:
           MemoryError: the pool does not fit.
         """
-        spec = latent_cache_spec(num_pages=num_pages, dtype=latent_dtype(cache), rope_dtype=None, **sizes)
+        spec = latent_cache_spec(
+            num_pages=num_pages, dtype=latent_dtype(cache), rope_dtype=None, scale_dtype=None, **sizes
+        )
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:

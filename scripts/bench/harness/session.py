@@ -31,6 +31,7 @@ OPERATIONS = (
     "gather_latent",
     "mla_sparse",
     "index_top_k",
+    "compress_and_write",
     "sparse_layer",
     "cascade_decode",
     "ragged_paged_attention",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from pallas_attn import PagedLatent, mla_sparse
+from pallas_attn import mla_sparse
 from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, MlaSparseInputs, inputs
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import chain_of
@@ -14,10 +14,10 @@ from scripts.bench.peers import flash_mla
 
 
 def ours(implementation: str, case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
-    def call(_: None, cache: PagedLatent, own: dict[str, Any]) -> tuple[None, Any]:
-        return None, mla_sparse(cache=cache, **own, sm_scale=SM_SCALE, implementation=implementation)
+    def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
+        return None, mla_sparse(**shared, **own, sm_scale=SM_SCALE, implementation=implementation)
 
-    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.cache)
+    return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.shared)
 
 
 BENCH = Bench(
@@ -29,6 +29,17 @@ BENCH = Bench(
         "sparse-prefill": [
             MlaSparseCase(1, context, heads, cache, new_tokens=2048)
             for cache, heads, context in itertools.product(("bf16", "fp8"), (128, 64), (8192, 32768, 131072))
+        ],
+        # CSA selects 512 or 1,024 entries; HCA attends to all entries of 128 tokens each.
+        "v4": [
+            MlaSparseCase(batch, entries, heads, top_k=chosen, rope_dim=0, window=128)
+            for batch, heads in itertools.product((1, 16, 128), (64, 128))
+            for entries, chosen in ((2048, 512), (32768, 1024), (256, 256), (1024, 1024), (8192, 8192))
+        ],
+        "v4-prefill": [
+            MlaSparseCase(1, entries, heads, top_k=chosen, rope_dim=0, window=128, new_tokens=2048)
+            for heads in (64, 128)
+            for entries, chosen in ((2048, 512), (16384, 1024), (64, 64), (512, 512))
         ],
         "small": [MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")],
     },

@@ -62,6 +62,8 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
         raise NotImplementedError(
             f"this baseline supports only widths of {WIDTHS} in pages of {PAGE_SIZE} and multiples of 64 heads"
         )
+    if case.window:
+        raise NotImplementedError("this baseline is called without a second cache")
     if case.cache == "fp8" and case.new_tokens > 1:
         raise NotImplementedError("the prefill kernel of this baseline does not support an fp8 cache")
     calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
