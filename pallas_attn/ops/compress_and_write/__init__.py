@@ -46,9 +46,9 @@ def compress_and_write(
 
     Args:
       state: compressor rows of each token, 2·c·D columns in float32, from `latent_cache_spec` with rope_dim=0.
-      entries: cache of the entries, with D columns: a `PagedLatent` without rotated keys in bfloat16, float16 or
-        float32, or a `PagedIndexKeys` in any dtype. Its tables count entries: entry e of a sequence is in page
-        e // page_size of the sequence's row.
+      entries: cache of the entries, with D columns: a `PagedLatent` (R = 0 without scales, L + R = D with scales) or a
+        `PagedIndexKeys`, in any dtype. Its tables count entries: entry e of a sequence is in page e // page_size of the
+        sequence's row.
       rows: compressor rows of the new tokens: columns [:c·D] are the contents, columns [c·D:] are the gates with the
         position bias. c is 1 or 2.
       norm: weight of the RMSNorm, in bfloat16, float16 or float32.

@@ -37,8 +37,8 @@ def mla_sparse(
 
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
-      q_rope: rotated queries for the rotated key columns, in the same dtype. None if the cache has no rotated keys
-        (R = 0): all columns are key and value.
+      q_rope: rotated queries for the rotated key columns, in the same dtype. None if all columns are key and value: the
+        cache has R = 0, or with scales L + R columns in total.
       cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
       slots: page · ps + offset of the latents that each token attends to, from `token_slots`. A token must not name a
         slot twice. -1 and slots outside the pool are ignored.

@@ -22,8 +22,9 @@ def write_latent(
     """Write each token's latent into its slot; in place if the cache is donated.
 
     A quantised cache (8 bits with scales) stores, for each group of 128 latent columns of a token, a scale and the
-    quotients by this scale as float8_e4m3fn. The scale is amax / 448, or 1 if all values are 0. Rotated keys are cast
-    to the dtype of the cache's `rope`.
+    quotients by this scale as float8_e4m3fn. The scale is amax / 448, or 1 if all values are 0. With scales in
+    float8_e8m0fnu, a group has 64 columns, and its scale is the smallest power of two that is at least
+    max(amax, 1e-4) / 448. Rotated keys are cast to the dtype of the cache's `rope`.
 
     For other caches, latents and rotated keys are cast to the dtype of the cache. For an 8-bit cache without scales,
     numbers outside the range of the dtype become NaN or infinite.
