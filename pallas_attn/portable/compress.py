@@ -49,7 +49,7 @@ def pooled_entries(
     return jnp.concatenate([normed[:, :first], rotated], axis=-1)
 
 
-def write_at[Cache: (PagedLatent, PagedIndexKeys)](
+def write_at[Cache: PagedLatent | PagedIndexKeys](
     cache: Cache, values: Float32[Array, "n columns"], slots: Int32[Array, "n"]
 ) -> Cache:
     """Return a cache with values written to slots; -1 and slots outside the pool are not written."""

@@ -83,7 +83,8 @@ class Pool:
     ) -> Pool:
         """Draw a pool of which each token selects `chosen` slots, in `top_k` entries."""
         scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
-        slots = rng.choice(case.garbage, (len(chosen), top_k)).astype(np.int32)
+        garbage = case.garbage if case.garbage == (-1,) else (*case.garbage, pages * PS)  # also the end of this pool
+        slots = rng.choice(garbage, (len(chosen), top_k)).astype(np.int32)
         for row, count in zip(slots, chosen, strict=True):
             places = rng.permutation(top_k)[:count] if case.scattered else np.arange(count)
             row[places] = rng.permutation(np.arange(PS, pages * PS))[:count]  # several tokens may select the same slot
