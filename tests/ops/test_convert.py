@@ -325,7 +325,7 @@ def test_written_token_has_the_expected_record_of_v4() -> None:
     latent = fresh_rng().standard_normal((1, 512)).astype(np.float32)
     amax = [448.0, 449.0, 0.0, 1e-5, 3.5, 7e4, 2.0**-12 * 448]
     for i, largest in enumerate(amax):
-        latent[0, 64 * i : 64 * (i + 1)] *= largest / np.abs(latent[0, 64 * i : 64 * (i + 1)]).max()
+        latent[0, 64 * i : 64 * (i + 1)] *= 0.9 * largest / np.abs(latent[0, 64 * i : 64 * (i + 1)]).max()
         latent[0, 64 * i + 5] = largest
     cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), jnp.asarray([6], jnp.int32))
     exponents = [0, 1, -22, -22, -7, 8, -12]
@@ -356,7 +356,7 @@ BAD_RECORDS = {
     "half a number": (from_records, {"records": RECORDS[..., :655]}, "records: expected 528 bytes"),
     "latents of 96": (from_records, {"records": RECORDS, "latent_dim": 96}, "latent_dim: expected a multiple"),
     "pages without their size": (from_records, {"records": PAGES}, "page_size: expected the records"),
-    "pages of another size": (from_records, {"records": PAGES, "page_size": 63}, "records: expected 37440 bytes"),
+    "pages of another size": (from_records, {"records": PAGES, "page_size": 63}, "records: expected 36864 bytes"),
     "records with a page size": (from_records, {"records": RECORDS, "page_size": 8}, "page_size: expected None"),
     "other widths of V4": (to_records, {"cache": small_groups(128, 64)}, "cache.pages: expected 448 columns"),
     "columns of half a group": (to_records, {"cache": small_groups(96, 64)}, "cache.pages: expected a multiple of 64"),
