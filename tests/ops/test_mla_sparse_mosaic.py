@@ -32,6 +32,7 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 
 
 MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16", scattered=True)
+V4 = replace(MANY, rope_dim=0, extra=(70, 0, 3, 64), sinks=True)
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
 
 
@@ -46,6 +47,8 @@ FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
     [
         pytest.param(MANY, 3, 5, id="splits of two blocks, several items per CTA"),
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, id="unequal halves"),
+        pytest.param(V4, 2, 3, id="two caches, splits"),
+        pytest.param(replace(V4, latent_dim=448, heads=20), 1, 2, id="two caches, unequal halves"),
         pytest.param(replace(FP8, latent_dim=384), 2, 64, id="fp8, splits, halves of 192"),
         pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="fp8, one CTA"),
         pytest.param(replace(FP8, latent_dim=128), 1, 2, id="fp8, narrow"),
