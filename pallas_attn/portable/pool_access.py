@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32, Num
 from pallas_attn.types import FLOAT8, POWER_OF_TWO
 
 COPIED_AS_BYTES = (*FLOAT8, POWER_OF_TWO)
+"""Dtypes whose values are read, and on CPUs written, as uint8."""
 
 
 def take(pool: Num[Array, "..."], *index: Int32[Array, "*#rows"]) -> Num[Array, "..."]:
@@ -46,6 +47,8 @@ def put(
 
     if pool.dtype not in COPIED_AS_BYTES:
         return scatter(pool, values, *index)
+    if pool.dtype == POWER_OF_TWO:
+        return scatter_bits(pool, values, *index)
     return lax.platform_dependent(pool, values, *index, cpu=scatter_bits, default=scatter)
 
 

@@ -35,6 +35,10 @@ _HELD_AS_BITS = {tl.bfloat16: ml_dtypes.bfloat16, **FLOAT8_NAMES}
 """Triton types that the interpreter represents by integer bit patterns, with the equivalent numpy dtypes."""
 
 
+HELD_AS_BYTES = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu)
+"""Dtypes of arrays that kernels get as bytes."""
+
+
 class KernelFlawError(Exception):
     """A kernel has behaviour that is undefined on a GPU."""
 
@@ -44,7 +48,7 @@ class HostArray:
 
     def __init__(self, array: np.ndarray, name: str):
         self.array, self.name = array, name
-        self.dtype = np.dtype(np.uint8) if array.dtype == ml_dtypes.float8_e4m3fn else array.dtype
+        self.dtype = np.dtype(np.uint8) if array.dtype in HELD_AS_BYTES else array.dtype
         self.address = array.ctypes.data
 
     def data_ptr(self) -> int:

@@ -40,6 +40,7 @@ TYPES: Mapping[str, str] = {
     "int32": "i32",
     "bool": "i1",
     "float8_e4m3fn": "u8",  # sm80 and sm86 have no float8 type, so kernels get bytes on every card
+    "float8_e8m0fnu": "u8",
 }
 """Triton's name of each JAX dtype that kernels accept."""
 

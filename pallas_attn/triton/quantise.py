@@ -133,6 +133,25 @@ def amax_scale(amax, QMAX: tl.constexpr, at_least=0.0):
 
 
 @triton.jit
+def latent_exponents(amax, QMAX: tl.constexpr):
+    """Return float8_e8m0fnu bytes (int32) of the scales of latents with these largest magnitudes, float32.
+
+    A scale is the smallest power of two that is at least max(amax, 1e-4) / QMAX; 255, which is NaN, if amax is infinite
+    or NaN.
+    """
+    smallest = tl.where(amax < 1e-4, 1e-4, amax)
+    bits = tl.div_rn(smallest, tl.full(amax.shape, QMAX, tl.float32)).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) >> 23, 255)
+
+
+@triton.jit
+def f32_from_power_of_two(byte):
+    """Convert float8_e8m0fnu bytes to float32; 0 for the smallest power, 2**-127."""
+    value = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte.to(tl.int32) == 255, float("nan"), value)
+
+
+@triton.jit
 def row_amax(x):
     """Return the largest magnitude of each row, float32 [rows], or NaN if the row has a NaN.
 

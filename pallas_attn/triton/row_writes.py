@@ -8,7 +8,7 @@ columns of a token that share a scale, which is their largest magnitude / QMAX.
     values = rows[token, columns]                        # [tokens, columns]
     pages[slot, columns] = values                        # copy
     pages[slot, columns] = quantise(values, scale)       # quantised
-    scales[slot, group] = scale
+    scales[slot, group] = scale                          # float32, or the exponent of a power of two
 
 Slots are distinct, so no two programs write the same bytes, and no barriers are needed.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from pallas_attn.triton.launch import block_columns, kernel, launch
-from pallas_attn.triton.quantise import amax_scale, quantise, row_amax
+from pallas_attn.triton.quantise import amax_scale, f32_from_power_of_two, latent_exponents, quantise, row_amax
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_8BIT, QMAX
 
@@ -67,7 +67,7 @@ def quantise_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: ja
       rows: [T, at least D].
       slots: int32 [T]. A slot outside the pool is not written.
       pages: float8_e4m3fn [N, ps, D], updated in place.
-      scale: float32 [N, ps, groups], updated in place; D is a multiple of groups.
+      scale: float32 or float8_e8m0fnu [N, ps, groups], updated in place; D is a multiple of groups.
 
     Returns:
       The pages and scales.
@@ -156,7 +156,13 @@ def _quantise(
         held = held & (tl.arange(0, COLUMNS) < GROUP)[None, :]
     source = rows_ptr + (token.to(tl.int64) * SOURCE_WIDTH)[:, None] + column[None, :]
     values = tl.load(source, mask=held, other=0.0).to(tl.float32)
-    scale = amax_scale(row_amax((values,)), QMAX)
+    amax = row_amax((values,))
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        stored = latent_exponents(amax, QMAX)
+        scale = f32_from_power_of_two(stored)
+    else:
+        scale = amax_scale(amax, QMAX)
+        stored = scale
     at = pages_ptr + (slot * (GROUPS * GROUP))[:, None] + column[None, :]
     tl.store(at, quantise(values, scale[:, None], tl.uint8, QMAX), mask=held)
-    tl.store(scale_ptr + slot * GROUPS + group, scale, mask=written)
+    tl.store(scale_ptr + slot * GROUPS + group, stored.to(scale_ptr.dtype.element_ty), mask=written)

@@ -147,15 +147,20 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
     return TritonTile(32, 16 if tree else 32, width, warps=8, stages=stages, programs=1, max_registers=255)
 
 
-def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool) -> TritonTile:
+def sparse_tile(
+    card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, small_groups: bool = False
+) -> TritonTile:
     """Return the tile of `mla_sparse`: attention to selected latents, which are gathered token by token.
 
     Args:
       card: the GPU.
       rows: query heads; each query token selects its own latents.
       latent_dim, rope_dim, quantised: as for `latent_tile`.
+      small_groups: whether 8-bit latents have scales that are powers of two. Tiles of 64 rows would spill 500 bytes.
     """
     width = power_of_two(latent_dim)
+    if small_groups:
+        return TritonTile(16 if rows <= 16 else 32, 32, width, warps=8, stages=2, programs=1, max_registers=255)
     if card.capability == (9, 0) and rows % 64 == 0:  # wgmma multiplies 64 rows
         tokens = 32 if quantised or width + rope_dim > 576 else 64
         return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255)

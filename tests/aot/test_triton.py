@@ -70,6 +70,10 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for rows in (3, 16, 17, 40, 64, 128)
         for latent, rope in ((512, 64), (512, 128), (256, 64), (128, 64), (64, 32))
         for quantised in (False, True)[: 1 + (latent % 128 == 0)]
+    ]
+    + [
+        {"rows": rows, "latent_dim": 512, "rope_dim": 0, "quantised": True, "small_groups": True}
+        for rows in (8, 16, 64, 128)
     ],
     "index_tile": [
         {

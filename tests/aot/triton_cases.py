@@ -555,16 +555,25 @@ def mla_sparse(
     return TritonCase(call, arguments)
 
 
-def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024) -> TritonCase:
+def latents_of_v4() -> PagedLatent:
+    """Return the shapes of latents of 512 columns with scales that are powers of two."""
+    dtypes = {"dtype": jnp.float8_e4m3fn, "scale_dtype": jnp.float8_e8m0fnu}
+    return allocated(
+        PagedLatent, latent_cache_spec(num_pages=1024, page_size=64, latent_dim=448, rope_dim=64, **dtypes)
+    )
+
+
+def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024, quantised: bool = False) -> TritonCase:
     """Return a case of `mla_sparse` as DeepSeek-V4 calls it: a window of 128 tokens and compressed entries, 512 columns
     without rotated keys, and sinks.
     """
+    cache = latents_of_v4() if quantised else latents("bf16", 512, 0)
     arguments = {
         "q_latent": shape(num_tokens, heads, 512, dtype=jnp.bfloat16),
         "q_rope": None,
-        "cache": latents("bf16", 512, 0),
+        "cache": cache,
         "slots": shape(num_tokens, 128, dtype=jnp.int32),
-        "extra_cache": latents("bf16", 512, 0),
+        "extra_cache": cache,
         "extra_slots": shape(num_tokens, extra_k, dtype=jnp.int32),
         "sinks": shape(heads, dtype=jnp.float32),
     }
@@ -574,14 +583,15 @@ def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024) -> Tri
 
 def compress(width: int, ratio: int, cache: str = "", num_tokens: int = 64) -> TritonCase:
     """Return a case of `compress_and_write` with entries of `width` columns in bfloat16, or index keys of the dtype
-    `cache`. Entries of 4 tokens overlap.
+    `cache`, or with "v4" latents with scales that are powers of two. Entries of 4 tokens overlap.
     """
+    entries = latents("bf16", width, 0) if not cache else latents_of_v4() if cache == "v4" else index_keys(cache, width)
     columns = 2 * width * (2 if ratio == 4 else 1)
     state = latent_cache_spec(num_pages=1024, page_size=16, latent_dim=columns, rope_dim=0, dtype=jnp.float32)
     f32, ints = functools.partial(shape, dtype=jnp.float32), functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "state": allocated(PagedLatent, state),
-        "entries": index_keys(cache, width) if cache else latents("bf16", width, 0),
+        "entries": entries,
         "rows": f32(num_tokens, columns),
         "norm": shape(width, dtype=jnp.bfloat16),
         **{name: f32(num_tokens, 32) for name in ("cos", "sin")},
@@ -667,8 +677,10 @@ SPARSE = {
     },
     **{f"mla-sparse-two-caches-h{heads}": two_caches(heads) for heads in (8, 16, 64, 128)},
     "mla-sparse-two-caches-split": two_caches(64, num_tokens=1),
+    **{f"mla-sparse-two-caches-fp8-h{heads}": two_caches(heads, quantised=True) for heads in (8, 16, 64, 128)},
     "compress-512-4": compress(512, 4),
     "compress-512-128": compress(512, 128),
+    "compress-512-4-v4": compress(512, 4, "v4"),
     "compress-128-4-bf16": compress(128, 4, "bf16"),
     "compress-128-4-fp8": compress(128, 4, "fp8"),
     "index-top-k-entries": CHOOSE(num_tokens=64, ratio=4),

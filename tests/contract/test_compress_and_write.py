@@ -23,7 +23,7 @@ from pallas_attn import (
     latent_cache_spec,
 )
 from tests.contract import backends, transformations
-from tests.contract.backends import Backend, all_but, in_every_run, unsupported
+from tests.contract.backends import Backend, all_but, in_every_run
 from tests.kit import harness
 
 every_backend = backends.every_backend("compress_and_write")
@@ -294,9 +294,15 @@ def meant(entries: PagedLatent | PagedIndexKeys, slots: Any) -> np.ndarray:
 @in_every_run(
     reference=all_but("blocks of 128", "float16, wide"),
     xla=all_but("bfloat16", "all columns rotated"),
-    triton=["overlapping", "absent pages", "blocks of 16", "bfloat16", "index keys, 8 bits"],
+    triton=[
+        "overlapping",
+        "absent pages",
+        "blocks of 16",
+        "bfloat16",
+        "index keys, 8 bits",
+        "8 bits and rotated columns",
+    ],
 )
-@unsupported(triton={"8 bits and rotated columns": "writes latents without quantisation"})
 def test_values(backend: Backend, name: str) -> None:
     """Entries equal a computation in NumPy; rows, and all bits of both caches that are not written, are exact."""
     inputs = CompressInputs.draw(CASES[name], harness.fresh_rng())

@@ -204,6 +204,9 @@ CASES = {
     "8 bits, all columns are values": replace(
         BASE, rope_dim=0, latent_dim=192, scaled=128, cache_dtype="float8_e4m3fn", sinks=True, extra=BASE.chosen
     ),
+    "8 bits, all columns are values, wide": replace(
+        BASE, rope_dim=0, latent_dim=512, scaled=448, heads=40, cache_dtype="float8_e4m3fn", scattered=True
+    ),
     "sinks": replace(BASE, sinks=True),
     "sinks, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True, sinks=True),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
@@ -245,13 +248,13 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
         "two caches, 8 bits": "takes one cache of quantised latents, without learned sinks",
         "8 bits, all columns are values": "takes one cache of quantised latents, without learned sinks",
+        "8 bits, all columns are values, wide": "takes float32 scales",
     },
     triton={
         "float32": "takes bfloat16 and float16 queries, got float32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "float16 over 8 bits": "takes queries and rotated keys of one dtype",
-        "8 bits, all columns are values": "takes queries and rotated keys of one|takes float32 scales",
-        "two caches, 8 bits": "takes two caches only without quantisation",
+        "two caches, 8 bits": "takes two caches with float32 scales not in one call",
     },
 )  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:

@@ -316,7 +316,8 @@ def test_page_layout_of_v4(page_size: int) -> None:
     assert_same_bits(jax.jit(to_records)(cache), records)
 
 
-def test_written_token_has_the_expected_record_of_v4() -> None:
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+def test_written_token_has_the_expected_record_of_v4(implementation: str) -> None:
     """Scales are the smallest powers of two that are at least max(amax, 1e-4) / 448."""
     spec = latent_cache_spec(
         num_pages=2, page_size=4, latent_dim=448, rope_dim=64, dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu"
@@ -327,7 +328,8 @@ def test_written_token_has_the_expected_record_of_v4() -> None:
     for i, largest in enumerate(amax):
         latent[0, 64 * i : 64 * (i + 1)] *= 0.9 * largest / np.abs(latent[0, 64 * i : 64 * (i + 1)]).max()
         latent[0, 64 * i + 5] = largest
-    cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), jnp.asarray([6], jnp.int32))
+    slots = jnp.asarray([6], jnp.int32)
+    cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), slots, implementation=implementation)
     exponents = [0, 1, -22, -22, -7, 8, -12]
     scale = 2.0 ** np.array(exponents)
     data = (latent[0, :448].reshape(7, 64) / scale[:, None]).astype(np.float32).astype(jnp.float8_e4m3fn).tobytes()

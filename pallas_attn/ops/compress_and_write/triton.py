@@ -21,16 +21,19 @@ import triton.language as tl
 
 from pallas_attn.ops.compress_and_write.call import CompressAndWriteCall
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.quantise import amax_scale, quantise, row_amax
+from pallas_attn.triton.quantise import amax_scale, f32_from_power_of_two, latent_exponents, quantise, row_amax
 from pallas_attn.triton.softmax import LOG2E, finite_or_zero
 from pallas_attn.triton.tiles import power_of_two
-from pallas_attn.types import LATENT_8BIT, QMAX, PagedIndexKeys, PagedLatent
+from pallas_attn.types import LATENT_8BIT, POWER_OF_TWO, QMAX, SMALL_LATENT_GROUP, PagedIndexKeys, PagedLatent
 
 TILE_ELEMENTS = 8192
 """Maximum number of contents (and of gates) that a program loads at a time: 32 for each of 256 threads."""
 
 COPY_COLUMNS = 2048
 """Maximum number of columns of a compressor row that a program copies at a time."""
+
+GROUP = tl.constexpr(SMALL_LATENT_GROUP)
+"""Columns that share a scale that is a power of two."""
 
 MAX_WIDTH = 1024
 """Maximum width of an entry. A tile of wider rows does not fit into registers."""
@@ -41,23 +44,25 @@ def compress_and_write(call: CompressAndWriteCall) -> tuple[PagedLatent, PagedLa
     width, half = call.norm.shape[0], call.cos.shape[1]
     if width % 2 or width > MAX_WIDTH:
         raise NotImplementedError(f"takes an even number of columns up to {MAX_WIDTH}, got {width}")
-    if isinstance(call.entries, PagedLatent) and call.entries.is_quantised:
-        raise NotImplementedError("writes latents without quantisation")
+    scale, rope = call.entries.scale, None if isinstance(call.entries, PagedIndexKeys) else call.entries.rope
+    if rope is not None and scale is not None and scale.dtype != POWER_OF_TWO:
+        raise NotImplementedError(f"writes latents with scales that are powers of two, got {scale.dtype.name}")
     entries = call.entry_pages
-    scale = call.entries.scale
     block = power_of_two(width)
     rows = min(power_of_two(call.halves * call.ratio), max(1, TILE_ELEMENTS // block))
-    state, entry_pages, *scales = launch(
+    state, *written = launch(
         _compress,
         *(call.rows, call.norm, call.cos, call.sin, call.state_tables, call.entry_tables),
-        *(call.cu_q_lens, call.kv_lens, call.kv_lens.shape[0], call.state.pages, entries, scale),
-        outputs=[call.state.pages, entries, *([] if scale is None else [scale])],
+        *(call.cu_q_lens, call.kv_lens, call.kv_lens.shape[0], call.state.pages, entries, scale, rope),
+        outputs=[call.state.pages, entries, *(array for array in (scale, rope) if array is not None)],
         grid=(num_tokens,),
         constants=({"entry_scale_ptr": None} if scale is None else {})
+        | ({"entry_rope_ptr": None} if rope is None else {})
         | {
             "RATIO": call.ratio,
             "POOLED": call.halves * call.ratio,
             "D": width,
+            "STORED": entries.shape[2],
             "HALF": half,
             "ROW": columns,
             "PAGE": page_size,
@@ -74,13 +79,10 @@ def compress_and_write(call: CompressAndWriteCall) -> tuple[PagedLatent, PagedLa
             "QMAX": float(QMAX[LATENT_8BIT]),
         },
         num_warps=8 if rows * block > TILE_ELEMENTS // 2 else 4,
-        aliases={9: 0, 10: 1} | ({} if scale is None else {11: 2}),
+        aliases={9: 0, 10: 1} | ({} if scale is None else {11: 2}) | ({} if rope is None else {12: 3}),
         bytes_accessed=num_tokens * columns * 12,
     )
-    written = (
-        PagedIndexKeys(entry_pages, *scales) if isinstance(call.entries, PagedIndexKeys) else PagedLatent(entry_pages)
-    )
-    return PagedLatent(state), written
+    return PagedLatent(state), type(call.entries)(*written)
 
 
 @kernel
@@ -97,12 +99,15 @@ def _compress(
     _aliased_state_ptr,  # same memory as state_ptr
     _aliased_entries_ptr,  # same memory as entries_ptr
     _aliased_scale_ptr,  # same memory as entry_scale_ptr, or None
+    _aliased_rope_ptr,  # same memory as entry_rope_ptr, or None
     state_ptr,  # [NUM_PAGES, PAGE, ROW]
-    entries_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE, D]
-    entry_scale_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE] or None
+    entries_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE, STORED]
+    entry_scale_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE], with entry_rope_ptr [.., STORED / GROUP] powers of two, or None
+    entry_rope_ptr,  # [NUM_ENTRY_PAGES, ENTRY_PAGE, D - STORED] or None
     RATIO: tl.constexpr,
     POOLED: tl.constexpr,
     D: tl.constexpr,
+    STORED: tl.constexpr,
     HALF: tl.constexpr,
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -144,14 +149,46 @@ def _compress(
                     )
                     values = _normed_and_rotated(values, norm_ptr, cos_ptr, sin_ptr, token, D, HALF, BLOCK, EPS)
                     slot = page.to(tl.int64) * ENTRY_PAGE + entry % ENTRY_PAGE
-                    column = tl.arange(0, BLOCK)
-                    if entry_scale_ptr is None:
-                        stored = values.to(entries_ptr.dtype.element_ty)
-                    else:
-                        scale = amax_scale(row_amax((values[None, :],)), QMAX)
-                        stored = tl.reshape(quantise(values[None, :], scale[:, None], tl.uint8, QMAX), [BLOCK])
-                        tl.store(entry_scale_ptr + slot + tl.arange(0, 1), scale)
-                    tl.store(entries_ptr + slot * D + column, stored, mask=column < D)
+                    _store(*(values, slot, entries_ptr, entry_scale_ptr, entry_rope_ptr, D, STORED, BLOCK, QMAX))
+
+
+@kernel
+def _store(
+    values,
+    slot,
+    entries_ptr,
+    scale_ptr,
+    rope_ptr,
+    D: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QMAX: tl.constexpr,
+):
+    """Store an entry, float32 [BLOCK], of which the first D columns are real: cast, or quantised.
+
+    Args:
+      scale_ptr: None; one float32 scale per entry; or if `rope_ptr` is not None, powers of two for GROUP columns each.
+      rope_ptr: columns STORED to D - 1 of the entries, which are cast, or None.
+    """
+    column = tl.arange(0, BLOCK)
+    at = entries_ptr + slot * STORED + column
+    if scale_ptr is None:
+        tl.store(at, values.to(entries_ptr.dtype.element_ty), mask=column < D)
+    elif rope_ptr is None:
+        scale = amax_scale(row_amax((values[None, :],)), QMAX)
+        quantised = tl.reshape(quantise(values[None, :], scale[:, None], tl.uint8, QMAX), [BLOCK])
+        tl.store(at, quantised, mask=column < D)
+        tl.store(scale_ptr + slot + tl.arange(0, 1), scale)
+    else:
+        groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
+        exponent = latent_exponents(row_amax((groups,)), QMAX)
+        scale = f32_from_power_of_two(exponent)
+        tl.store(at, tl.reshape(quantise(groups, scale[:, None], tl.uint8, QMAX), [BLOCK]), mask=column < STORED)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + slot * (STORED // GROUP) + group, exponent.to(tl.uint8), mask=group < STORED // GROUP)
+        rotated = (column >= STORED) & (column < D)
+        rope_at = rope_ptr + slot * (D - STORED) + column - STORED
+        tl.store(rope_at, values.to(rope_ptr.dtype.element_ty), mask=rotated)
 
 
 @kernel

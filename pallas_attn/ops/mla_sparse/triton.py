@@ -18,7 +18,8 @@ depends on shapes only. Programs do not wait for one another, and no two program
 
 8-bit latents have a scale for each token and group of 128 columns. Each group (chunk of columns) is converted to 16
 bits exactly. The scales multiply the group's part of the scores, and the weights of the group's values. Scaled
-weights are bfloat16, because float16 would lose weights with small scales.
+weights are bfloat16, because float16 would lose weights with small scales. If the scales are powers of two, for groups
+of 64 columns, number times scale is exact in bfloat16, and the loop is that of 16-bit latents.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import load_columns
-from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.quantise import dequantise, f32_from_power_of_two, tensor_core_operand
 from pallas_attn.triton.softmax import softmax_step
 from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_chunked_state
 from pallas_attn.triton.tiles import power_of_two
-from pallas_attn.types import LATENT_GROUP, PagedLatent
+from pallas_attn.types import POWER_OF_TWO, PagedLatent, latent_group
 
 MIN_STEPS = 4
 """Minimum number of steps of a split. With fewer steps, the merge costs more than the split saves."""
@@ -46,21 +47,27 @@ MIN_STEPS = 4
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     num_tokens, num_heads, latent_dim = call.q_latent.shape
     rope_dim, top_k = call.rope_dim, call.slots.shape[1]
-    caches.require_latents(call.q_latent, call.cache, rope_dim)
     card, cache, extra = device.triton_card(), call.cache, call.extra_cache
-    if extra is not None and cache.is_quantised:
-        raise NotImplementedError("takes two caches only without quantisation")
-    tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, quantised=cache.is_quantised)
+    small_groups = cache.scale is not None and cache.scale.dtype == POWER_OF_TWO
+    if small_groups:
+        _require_small_groups(call)
+    else:
+        caches.require_latents(call.q_latent, cache, rope_dim)
+        if extra is not None and cache.is_quantised:
+            raise NotImplementedError("takes two caches with float32 scales not in one call")
+    options = {"quantised": cache.is_quantised, "small_groups": small_groups}
+    tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, **options)
     first_extra = -(-top_k // tile.tokens) * tile.tokens
     num_slots = top_k if call.extra_slots is None else first_extra + call.extra_slots.shape[1]
     blocks, steps = -(-num_heads // tile.rows), -(-num_slots // tile.tokens)
     splits = _num_splits(tile.concurrent_programs(card, num_heads) // num_tokens, steps)
     pages_width = cache.pages.shape[2]
-    chunk = LATENT_GROUP if cache.is_quantised else tile.width
+    chunk = latent_group(cache.scale.dtype) if cache.scale is not None else tile.width
     out, lse, *partial = launch(
         _attend,
         *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope, call.slots, call.sinks),
-        *(None if extra is None else extra.pages, call.extra_slots),
+        *((None, None, None) if extra is None else (extra.pages, extra.scale, extra.rope)),
+        call.extra_slots,
         *(_pool_slots(cache), None if extra is None else _pool_slots(extra)),
         outputs=[
             jax.ShapeDtypeStruct(call.q_latent.shape, call.output_dtype),
@@ -76,6 +83,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
             "FIRST_EXTRA": first_extra,
             "NUM_SLOTS": num_slots,
             "PAGES_WIDTH": pages_width,
+            "SMALL_GROUPS": small_groups,
             "ROWS": tile.rows,
             "BLOCKS": blocks,
             "SPLITS": splits,
@@ -98,6 +106,20 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         )
         out, lse = out[:, 0], lse[:, 0]
     return out, lse
+
+
+def _require_small_groups(call: MlaSparseCall) -> None:
+    """Raise NotImplementedError if the kernel does not support a cache with scales that are powers of two."""
+    if call.q_rope is not None:
+        raise NotImplementedError("takes scales that are powers of two only if rotated keys are values, too")
+    rope_dtype = call.cache.pages.dtype if call.cache.rope is None else call.cache.rope.dtype
+    if call.q_latent.dtype != jnp.bfloat16 or rope_dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            "takes bfloat16 queries and rotated keys with scales that are powers of two,"
+            f" got {call.q_latent.dtype.name} and {rope_dtype.name}"
+        )
+    if call.q_latent.shape[2] > caches.MAX_LATENT_DIM:
+        raise NotImplementedError(f"takes latents of up to {caches.MAX_LATENT_DIM} columns, got {call.cache.width}")
 
 
 def _pool_slots(cache: PagedLatent) -> int:
@@ -125,11 +147,13 @@ def _attend(
     q_latent_ptr,  # [T, HEADS, L]
     q_rope_ptr,  # [T, HEADS, R], or None if R is 0
     pages_ptr,  # [pool slots, PAGES_WIDTH]
-    scale_ptr,  # [pool slots, CHUNKS] or None
-    rope_ptr,  # [pool slots, R] or None
+    scale_ptr,  # float32 [pool slots, CHUNKS], powers of two [pool slots, PAGES_WIDTH / CHUNK], or None
+    rope_ptr,  # [pool slots, R], with SMALL_GROUPS [pool slots, L - PAGES_WIDTH], or None
     slots_ptr,  # [T, TOP_K]
     sinks_ptr,  # [HEADS] or None
-    extra_pages_ptr,  # [extra_pool_slots, PAGES_WIDTH] or None
+    extra_pages_ptr,  # [extra_pool_slots, PAGES_WIDTH] or None; extra_scale_ptr and extra_rope_ptr in the same way
+    extra_scale_ptr,
+    extra_rope_ptr,
     extra_slots_ptr,  # [T, NUM_SLOTS - FIRST_EXTRA] or None
     pool_slots,
     extra_pool_slots,  # None without a second cache
@@ -145,6 +169,7 @@ def _attend(
     FIRST_EXTRA: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     PAGES_WIDTH: tl.constexpr,
+    SMALL_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -157,6 +182,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
+    SCALED: tl.constexpr = scale_ptr is not None and not SMALL_GROUPS
     block, split = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % SPLITS
     token = (tl.program_id(0) // (BLOCKS * SPLITS)).to(tl.int64)
     head, real_row = block * ROWS + tl.arange(0, ROWS), tl.full([ROWS], True, tl.int1)
@@ -184,8 +210,12 @@ def _attend(
     next_slot = _slots_of_step(chosen_ptr, extra_slots_ptr, token, first, end, TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS)
     for start in range(first, end, TOKENS):
         slot, page_ptr, num_slots = next_slot.to(tl.int64), pages_ptr, pool_slots
+        group_scale_ptr, last_ptr = scale_ptr, rope_ptr
         if extra_pages_ptr is not None:
             page_ptr = tl.where(start >= FIRST_EXTRA, extra_pages_ptr, pages_ptr)
+            if SMALL_GROUPS:
+                group_scale_ptr = tl.where(start >= FIRST_EXTRA, extra_scale_ptr, scale_ptr)
+                last_ptr = tl.where(start >= FIRST_EXTRA, extra_rope_ptr, rope_ptr)
             num_slots = tl.where(start >= FIRST_EXTRA, extra_pool_slots, pool_slots)
         seen = (next_slot >= 0) & (next_slot < num_slots)
         next_slot = _slots_of_step(
@@ -200,10 +230,16 @@ def _attend(
             scores = tl.dot(q_rope, tl.trans(k_rope))  # pyrefly: ignore[unbound-name]
         latent, scales = (), ()
         for chunk in tl.static_range(CHUNKS):
-            stored = load_columns(page_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
+            if SMALL_GROUPS:
+                stored = _small_group(
+                    *(page_ptr, group_scale_ptr, last_ptr, slot, seen, chunk * CHUNK),
+                    *(L, PAGES_WIDTH, CHUNK, q_dtype, NATIVE),
+                )
+            else:
+                stored = load_columns(page_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
             latent += (stored,)
             k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
-            if scale_ptr is None:
+            if not SCALED:
                 scores = tl.dot(q_latent[chunk], k, scores)
             else:
                 scale = tl.load(scale_ptr + slot * CHUNKS + chunk, mask=seen, other=0.0)
@@ -214,7 +250,7 @@ def _attend(
         new_acc = ()
         for chunk in tl.static_range(CHUNKS):
             kept = acc[chunk] * keep[:, None]
-            if scale_ptr is None:
+            if not SCALED:
                 kept = tl.dot(weights.to(q_dtype), latent[chunk], kept)
             else:
                 scaled = (weights * scales[chunk][None, :]).to(tl.bfloat16)
@@ -226,6 +262,33 @@ def _attend(
         *(acc, top, total, head, real_row, SPLITS == 1, first_row, out_ptr, lse_ptr),
         *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS, SCALE, sinks_ptr),
     )
+
+
+@kernel
+def _small_group(
+    pages_ptr,
+    scale_ptr,
+    rope_ptr,
+    slot,
+    seen,
+    FIRST: tl.constexpr,
+    L: tl.constexpr,
+    PAGES_WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    q_dtype: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Load columns FIRST to FIRST + CHUNK - 1 of latents with a power of two per CHUNK columns, [tokens, CHUNK].
+
+    Columns from PAGES_WIDTH on are in `rope_ptr`, in 16 bits. Elements with a false mask are 0.
+    """
+    if FIRST < PAGES_WIDTH:
+        stored = load_columns(pages_ptr, slot * PAGES_WIDTH, FIRST, seen, PAGES_WIDTH, CHUNK)
+        scale = tl.load(scale_ptr + slot * (PAGES_WIDTH // CHUNK) + FIRST // CHUNK, mask=seen, other=0)
+        values = dequantise(stored, f32_from_power_of_two(scale)[:, None], NATIVE).to(q_dtype)
+    else:
+        values = load_columns(rope_ptr, slot * (L - PAGES_WIDTH), FIRST - PAGES_WIDTH, seen, L - PAGES_WIDTH, CHUNK)
+    return values
 
 
 @kernel

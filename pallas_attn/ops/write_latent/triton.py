@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_attn.ops.write_latent.call import WriteLatentCall
-from pallas_attn.triton import caches, row_writes
+from pallas_attn.triton import row_writes
 from pallas_attn.types import PagedLatent
 
 
@@ -19,7 +19,6 @@ def write_latent(call: WriteLatentCall) -> PagedLatent:
     cache, latent, slots = call.cache, call.latent, call.slots
     if cache.pages.dtype == jnp.float8_e5m2:
         raise NotImplementedError(f"takes latents of 8 bits in float8_e4m3fn, got {cache.pages.dtype.name}")
-    caches.require_float32_scales(cache)
     if cache.scale is None or cache.rope is None:
         return PagedLatent(row_writes.scatter_rows(latent, slots, cache.pages))
     pages, scale = row_writes.quantise_rows(latent, slots, cache.pages, cache.scale)
