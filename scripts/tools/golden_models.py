@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import (  # pyrefly: ignore[missing-import]
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     Gemma4Config,
     Gemma4TextConfig,
@@ -33,6 +34,7 @@ class Golden:
     published_config: bool = False  # adds config_published.json, with the keys of the published model's config.json
     fp8: bool = False  # fp8 blocks of weights, like the published DeepSeek-V3 and V3.2
     mxfp4: bool = False  # experts in MXFP4, like the published gpt-oss
+    prompt_lengths: tuple[int, ...] = (1, 9, 40, 75)
 
 
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
@@ -139,6 +141,39 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 NORM_SPREAD = 0.3
 """Standard deviation of the weights of norms. Their mean is 1."""
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+# Structure of DeepSeek-V4. The window is shorter than most prompts, hc_eps is large so that a test notices it, and
+# swiglu_limit is so low that gates are clamped.
+V4 = COMMON | {
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 20,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "rope_theta": 100.0,
+    "compress_rope_theta": 500.0,
+    "hc_mult": 4,
+    "hc_eps": 0.02,
+    "swiglu_limit": 1.5,
+    "sliding_window": 12,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 4,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 32,
+    },
+}
 
 GOLDENS = {
     # Structure of DeepSeek-V2-Lite: queries without LoRA compression, one group of experts
@@ -438,5 +473,34 @@ GOLDENS = {
             **TOWERS,
         ),
         seed=79,
+    ),
+    # Structure of DeepSeek-V4 with small compression rates
+    "v4": Golden(
+        DeepseekV4Config(
+            **V4,
+            hidden_size=48,
+            moe_intermediate_size=20,
+            n_routed_experts=8,
+            layer_types=[SLIDING, CSA, HCA, CSA],
+            mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"],
+            compress_rates={CSA: 4, HCA: 8},
+            index_topk=6,
+        ),
+        seed=29,
+    ),
+    # The published format of DeepSeek-V4: fp8 weights, fp4 experts, a prediction module, rates of 4 and 128
+    "v4-published": Golden(
+        DeepseekV4Config(
+            **V4,
+            hidden_size=32,
+            moe_intermediate_size=32,
+            n_routed_experts=6,
+            layer_types=[SLIDING, HCA, CSA, HCA],
+            mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+            index_topk=12,
+        ),
+        seed=54,
+        fp8=True,
+        prompt_lengths=(3, 70, 150),
     ),
 }

@@ -17,6 +17,8 @@ from torch import nn  # pyrefly: ignore[missing-import]
 from transformers import PreTrainedConfig, PreTrainedModel  # pyrefly: ignore[missing-import]
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ignore[missing-import]
 
+from scripts.tools import golden_v4
+
 
 def is_gemma(config: PreTrainedConfig) -> bool:
     return config.model_type.startswith("gemma4")
@@ -124,6 +126,8 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
     The margin is the gap between the worst selected and the best unselected expert, or group of experts. For softmax
     scores it is the gap between their logarithms, whose rounding error does not depend on the magnitude of the scores.
     """
+    if hasattr(gate, "score_fn"):
+        return golden_v4.routing_margin(gate, hidden)
     if hasattr(gate, "proj"):
         return cut_margin(gate.proj(gate.norm(hidden) * gate.scale * gate.scalar_root_size), gate.config.top_k_experts)
     if not hasattr(gate, "num_group"):
@@ -296,6 +300,8 @@ def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> floa
 
 def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
     """Return the smallest `selection_margin` of all layers and sequences; None for a model without indexers."""
+    if golden_v4.is_v4(model.config):
+        return golden_v4.closest_entries(model, sequences)
     margins = []
 
     def measure(indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -322,7 +328,7 @@ def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float
     margins = []
 
     def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
-        margins.append(routing_margin(gate, *args))
+        margins.append(routing_margin(gate, args[0]))
 
     hooks = [
         gate.register_forward_pre_hook(measure) for gate in (*gates(model), *routers(model), *scaled_routers(model))
@@ -521,6 +527,8 @@ def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel],
     """Return the mutations that have an effect for this configuration, by name. A mutation changes a model in place."""
     if is_gemma(config):
         return gemma_mutations(config.get_text_config())
+    if golden_v4.is_v4(config):
+        return golden_v4.v4_mutations(config)
     return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
 
 

@@ -53,9 +53,17 @@ from scripts.tools.golden_mutations import (
     scaled_routers,
     text_model,
 )
+from scripts.tools.golden_v4 import (
+    cached_entries,
+    dequantise_published,
+    is_v4,
+    published_keys,
+    published_tensors,
+    quantise_published,
+    spread_weights,
+)
 
 NEW_TOKENS = 24
-PROMPT_LENGTHS = (1, 9, 40, 75)
 SHARED_PREFIX = 32  # number of common first tokens of the two longest prompts, for tests of prefix caching
 
 SINK_SPREAD = 2.0  # standard deviation of learned sinks, about the magnitude of scores
@@ -113,6 +121,8 @@ def random_model(golden: Golden) -> PreTrainedModel:
         gate.weight.data *= GATE_GAIN
         if is_v3(gate):
             gate.e_score_correction_bias = 0.1 * torch.randn(gate.num_experts, generator=generator)
+    if is_v4(golden.config):
+        spread_weights(model, generator)
     return model
 
 
@@ -349,7 +359,7 @@ def draw_prompts(golden: Golden) -> list[list[int]]:
     generator = torch.Generator().manual_seed(golden.seed)
     config = golden.config.get_text_config()
     ordinary = (config.eos_token_id + 1, config.vocab_size)
-    prompts = [torch.randint(*ordinary, [length], generator=generator).tolist() for length in PROMPT_LENGTHS]
+    prompts = [torch.randint(*ordinary, [length], generator=generator).tolist() for length in golden.prompt_lengths]
     prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX]
     return prompts
 
@@ -385,6 +395,8 @@ def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np
     indexer, T, Di], or keys and values [layers, Hkv, T, D]. For Gemma 4, layers without a cache are left out, and local
     and global layers, whose shapes differ, have separate arrays.
     """
+    if is_v4(config):
+        return cached_entries(config, cache)
     if is_gemma(config):
         kinds = zip(config.get_text_config().layer_types, cache.layers, strict=False)
         of_kinds = {"local": [], "global": []}
@@ -408,11 +420,18 @@ def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np
 
 def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
     """Return the largest change of a logit by each mutation of this model."""
+    if is_v4(model.config):
+        return mistakes(model, prompts)
     control = deepcopy(model)
     change_routing(control)
     require(largest_change(model, control, prompts) < MAX_ROUNDING, "this routing differs from transformers")
     change_indexing(control)
     require(largest_change(model, control, prompts) < MAX_ROUNDING, "this indexer differs from transformers")
+    return mistakes(model, prompts)
+
+
+def mistakes(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """Return the largest change of a logit by each entry of `mutations`."""
     table = {}
     for name, mutate in mutations(model.config).items():
         mutant = deepcopy(model)
@@ -433,6 +452,19 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
         name: largest_change(model, load_tensors(dequantise_checkpoint(tensors, expand), model.config), prompts)
         for name, expand in mistakes.items()
     }
+
+
+# --- published checkpoints of DeepSeek-V4
+
+
+def write_v4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
+    """Write a checkpoint in the published format of DeepSeek-V4. Return the model of the dequantised tensors."""
+    random_model(golden).save_pretrained(directory)
+    tensors = published_tensors(load_file(directory / "model.safetensors"))
+    stored = quantise_published(tensors, golden.seed)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", dict(sorted(published_keys(golden.config).items())))
+    return load_tensors(dequantise_published(stored), golden.config)
 
 
 # --- the golden
@@ -465,7 +497,7 @@ def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts
     """Return the largest change of a logit by each mistake that the golden must detect."""
     if golden.mxfp4:
         return mxfp4_mutation_table(directory, model, prompts)  # the golden "gpt-oss" detects the other mistakes
-    quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
+    quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 and not is_v4(golden.config) else {}
     return mutation_table(model, prompts) | quantised
 
 
@@ -474,7 +506,8 @@ def write_golden(golden: Golden, directory: Path) -> None:
     directory.mkdir(parents=True)
     prompts = draw_prompts(golden)
     if golden.fp8:
-        model = write_fp8_checkpoint(golden, directory)
+        is_of_v4 = is_v4(golden.config)
+        model = (write_v4_checkpoint if is_of_v4 else write_fp8_checkpoint)(golden, directory)
     elif golden.mxfp4:
         model = write_mxfp4_checkpoint(golden, directory)
     else:
@@ -489,7 +522,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
     np.savez_compressed(directory / "golden.npz", **arrays)  # pyrefly: ignore[bad-argument-type]
     summary = {
         "written_by": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
-        "rope_columns": "interleaved" if golden.config.model_type == "deepseek_v2" else "halves",
+        "rope_columns": "interleaved" if golden.config.model_type in ("deepseek_v2", "deepseek_v4") else "halves",
         **closest,
         "mutations": dict(sorted(table.items(), key=lambda item: item[1])),
     }
@@ -499,7 +532,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
 def print_golden(directory: Path) -> None:
     arrays = np.load(directory / "golden.npz")
     summary = json.loads((directory / "golden.json").read_text())
-    of_prompts = range(len(PROMPT_LENGTHS))
+    of_prompts = range(len(json.loads((directory / "prompts.json").read_text())))
     margins = np.concatenate([arrays[f"margins_{i}"] for i in of_prompts])
     distinct = [len(set(arrays[f"tokens_{i}"].tolist())) for i in of_prompts]
     size = sum(path.stat().st_size for path in directory.iterdir())

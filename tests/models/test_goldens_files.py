@@ -15,6 +15,8 @@ LATENT = ("v2-greedy", "v2-group", "v3", "v3-fp8", *SPARSE)
 GQA = ("qwen3", "qwen3-yarn", "qwen3-window", "llama", "gpt-oss", "gpt-oss-mxfp4")
 NAMES = (*LATENT, *GQA)
 GEMMA = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
+V4 = {"v4": (4, 8), "v4-published": (4, 128)}
+"""Goldens of DeepSeek-V4, and the tokens per entry of CSA and of HCA layers."""
 NEW_TOKENS = 24
 SHARED_PREFIX = 32
 
@@ -158,7 +160,31 @@ def rms_norm(x, weight, eps):
 
 
 def test_documented_goldens_exist():
-    assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted((*NAMES, *GEMMA))
+    assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted((*NAMES, *GEMMA, *V4))
+
+
+@pytest.mark.parametrize("name", V4)
+def test_arrays_of_deepseek_v4(name):
+    """The longest prompt has several entries of each kind or at least one; shared prefixes have equal results."""
+    config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
+    rates = dict(zip(("csa_entries", "hca_entries"), V4[name], strict=True)) | {"index_keys": V4[name][0]}
+    assert set(arrays) == {f"{key}_{i}" for key in ("logits", "tokens", "margins", *rates) for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        for key, rate in rates.items():
+            width = config["index_head_dim" if key == "index_keys" else "head_dim"]
+            assert arrays[f"{key}_{i}"].shape[1:] == (len(prompt) // rate, width)
+        tokens = arrays[f"tokens_{i}"]
+        assert arrays[f"logits_{i}"].shape == (len(prompt), config["vocab_size"])
+        assert tokens[0] == arrays[f"logits_{i}"][-1].argmax()
+        assert arrays[f"margins_{i}"].min() > 1e-3
+        assert len(set(tokens.tolist())) >= NEW_TOKENS // 2, "a loop compares little"
+    longest = len(prompts[-1])
+    assert longest // max(rates.values()) >= 1
+    assert longest // rates["csa_entries"] > config["index_topk"]
+    for key, rate in {"logits": None, **rates}.items():
+        axis, count = (0, SHARED_PREFIX) if rate is None else (1, SHARED_PREFIX // rate)
+        short, long = (np.take(arrays[f"{key}_{i}"], range(count), axis) for i in (-2 % len(prompts), len(prompts) - 1))
+        np.testing.assert_allclose(short, long, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", GEMMA)
