@@ -1,8 +1,9 @@
 """Loading of models from Hugging Face directories, and calibration of quantised caches.
 
 The package imports `models.config` and `models.decoder`. Modules in reading order: `files` (reads config.json and
-headers of safetensors files), `weights` (converts tensors to parameters, makes random models), `mxfp4` (unpacks experts
-of gpt-oss), `tokenizer_files` (reads special tokens, settings and chat templates), `tokenizer` (converts between texts
+headers of safetensors files), `sources` (a parameter and the tensors that it is made from), `weights` (converts tensors
+to parameters, makes random models), `v4_sources` (parameters of DeepSeek-V4), `mxfp4` (unpacks experts of gpt-oss and
+DeepSeek-V4), `tokenizer_files` (reads special tokens, settings and chat templates), `tokenizer` (converts between texts
 and token ids; `text_process` runs it in a separate process), `detokenizer` (converts token ids to text while they are
 generated), `kv_scales` (files with static scales of quantised caches) and `calibration` (computes these scales).
 """

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import PagedKV
-from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
 from pallas_attn.models.decoder import Caches, Decoder, KVScales, Step, pad_tokens, run_sequence, split_model
 from pallas_attn.models.decoder.caches import QUANTISED
 
@@ -80,6 +80,8 @@ def check_inputs(
     """
     if isinstance(config, DeepSeekConfig):
         raise ValueError(f"model: a {config.model_type} caches latents, which have no static scales")
+    if isinstance(config, DeepseekV4Config):
+        raise NotImplementedError(f"model: the caches of a {config.model_type} have no static scales")
     if jnp.dtype(dtype) not in QUANTISED:
         raise ValueError(f"dtype: expected int8 or float8_e4m3fn, got {jnp.dtype(dtype).name}")
     if layout not in ("head", "channel"):

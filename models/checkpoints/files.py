@@ -19,7 +19,14 @@ import ml_dtypes
 import numpy as np
 
 from pallas_attn.models.checkpoints import mxfp4
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig, read_config
+from pallas_attn.models.config import (
+    DeepSeekConfig,
+    DeepseekV4Config,
+    Gemma4Config,
+    GQAConfig,
+    ModelConfig,
+    read_config,
+)
 from pallas_attn.models.config.entries import is_integer, token_ids
 from pallas_attn.models.config.gqa import MXFP4_GROUP
 from pallas_attn.models.config.json_files import is_present, parse_json, read_json, shown
@@ -31,8 +38,15 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
     "U8": np.dtype(np.uint8),
 }
+
+_FLOATS = ("F32", "F16", "BF16")
+"""Names of dtypes of unquantised weights."""
 
 _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
 """Suffixes of the names of tensors that may be packed as MXFP4."""
@@ -55,6 +69,21 @@ _TEXT_MODEL, _MODEL = "model.language_model.", "model."
 
 _TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 """Prefixes of the names of tensors for images and audio in a Gemma 4 checkpoint."""
+
+_V4_NAMES = (
+    (re.compile(r"model\.hc_head\.hc_"), "hc_head_"),
+    (re.compile(r"model\.embed_tokens\."), "embed."),
+    (re.compile(r"lm_head\."), "head."),
+    (re.compile(r"model\."), ""),
+)
+"""Prefixes of the names of tensors in DeepSeek-V4 checkpoints that transformers writes, and the published prefixes."""
+
+_V4_MTP = "mtp."
+"""Prefix of the names of multi-token prediction modules in DeepSeek-V4 checkpoints."""
+
+V4_TABLE, _V4_EXPERT = ".gate.tid2eid", re.compile(r"\.experts\.[0-9]+\.w[123]\.weight$")
+"""Suffix of the name of a table with the experts of each token id, and suffixes of the names of expert weights, which
+may be packed as FP4."""
 
 _KEYS_AND_VALUES = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
@@ -115,7 +144,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, part: Slices = ()) -> np.ndarray:
-        """Read and dequantise a tensor: FP8 to float32, MXFP4 to bfloat16. Other tensors are returned as stored.
+        """Read and dequantise a tensor: FP8 to float32, FP4 to bfloat16. Other tensors are returned as stored.
 
         Args:
           name: name of the tensor.
@@ -125,14 +154,31 @@ class Checkpoint:
         if name in self._packed([name]):
             return self._read_packed(name, part)
         stored = self.tensors[name]
+        if stored.dtype == "I8":
+            return self._read_fp4(name, part)
         if stored.dtype != "F8_E4M3":
             return stored.read(part)
         if self.config.fp8_block is None:
             raise CheckpointError(f"{name} is stored in FP8, but config.json has no quantization_config")
         cuts = [_whole_blocks(*cut) for cut in zip(_along(part, stored.shape), self.config.fp8_block, strict=True)]
         weight = stored.read(tuple(cut.outer for cut in cuts))
-        scale = self.tensors[scale_name(name)].read(tuple(cut.blocks for cut in cuts))
+        scale = self.tensors[self._scale_name(name)].read(tuple(cut.blocks for cut in cuts))
         return dequantise(weight, scale, self.config.fp8_block)[tuple(cut.inner for cut in cuts)]
+
+    def _read_fp4(self, name: str, part: Slices) -> np.ndarray:
+        """Read a part of an FP4 weight [out, in], which is stored as [out, in / 2] with one scale per 32 columns."""
+        rows, packed = self.tensors[name].shape
+        of_rows, columns = _along(part, (rows, 2 * packed))
+        cut = _whole_blocks(columns, MXFP4_GROUP)
+        nibbles = self.tensors[name].read((of_rows, slice(cut.outer.start // 2, cut.outer.stop // 2)))
+        scales = self.tensors[self._scale_name(name)].read((of_rows, cut.blocks))
+        return mxfp4.dequantise_rows(nibbles, scales)[:, cut.inner]
+
+    def _scale_name(self, name: str) -> str:
+        """Return the name of the scales of a quantised weight."""
+        if isinstance(self.config, DeepseekV4Config):
+            return f"{name.removesuffix('.weight')}.scale"
+        return scale_name(name)
 
     def _read_packed(self, name: str, part: Slices) -> np.ndarray:
         """Read a part of MXFP4 experts [E, in, out]. They are stored as [E, out, groups of in, ...]."""
@@ -156,11 +202,14 @@ class Checkpoint:
         with_mtp = any(self._is_of_mtp(name) for name in wanted)
         ignored = {n: why for n in self.tensors.keys() - wanted.keys() if (why := self._why_ignored(n, with_mtp))}
         present = [(name, self.tensors[name]) for name in wanted if name in self.tensors]
+        wanted |= {name: (shape[0], shape[1] // 2) for name, shape in wanted.items() if self._is_fp4(name)}
         problems = {
             "missing": [name for name in wanted if name not in self.tensors],
             "not part of the model": sorted(self.tensors.keys() - wanted.keys() - ignored.keys()),
             "misshaped": [f"{n} {list(t.shape)} for {list(wanted[n])}" for n, t in present if t.shape != wanted[n]],
-            "of an unsupported dtype": [f"{n} {t.dtype}" for n, t in present if not self._readable(t, n in bytes_of)],
+            "of an unsupported dtype": [
+                f"{n} {t.dtype}" for n, t in present if not self._readable(n, t, n in bytes_of)
+            ],
         }
         found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         if found:
@@ -182,19 +231,37 @@ class Checkpoint:
             return set()
         return {name for name in names if name.endswith(_PACKABLE) and f"{name}_blocks" in self.tensors}
 
+    def _is_fp4(self, name: str) -> bool:
+        """Return whether a tensor is an expert weight of DeepSeek-V4 that is packed as FP4."""
+        is_expert = isinstance(self.config, DeepseekV4Config) and _V4_EXPERT.search(name) is not None
+        return is_expert and name in self.tensors and self.tensors[name].dtype == "I8"
+
     def _wanted_scales(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        of_fp4: dict[str, tuple[int, ...]] = {
+            self._scale_name(name): (shape[0], -(-shape[1] // MXFP4_GROUP))
+            for name, shape in wanted.items()
+            if self._is_fp4(name)
+        }
         if self.config.fp8_block is None:
-            return {}
-        return {
-            scale_name(name): tuple(-(-n // b) for n, b in zip(wanted[name], self.config.fp8_block, strict=True))
+            return of_fp4
+        return of_fp4 | {
+            self._scale_name(name): tuple(-(-n // b) for n, b in zip(wanted[name], self.config.fp8_block, strict=True))
             for name in wanted
             if name in self.tensors and self.tensors[name].dtype == "F8_E4M3" and len(wanted[name]) == 2
         }
 
-    def _readable(self, tensor: StoredTensor, of_bytes: bool) -> bool:
+    def _readable(self, name: str, tensor: StoredTensor, of_bytes: bool) -> bool:
         if tensor.dtype == "F8_E4M3":
             return self.config.fp8_block is not None and len(tensor.shape) == 2
-        return tensor.dtype in _DTYPES and (tensor.dtype == "U8") == of_bytes
+        if isinstance(self.config, DeepseekV4Config):
+            if name.endswith(V4_TABLE):
+                return tensor.dtype in ("I32", "I64")
+            if name.endswith(".scale"):
+                of_fp4 = self._is_fp4(f"{name.removesuffix('.scale')}.weight")
+                return tensor.dtype == "F8_E8M0" or (tensor.dtype == "F32" and not of_fp4)
+            if tensor.dtype == "I8":
+                return self._is_fp4(name)
+        return tensor.dtype == "U8" if of_bytes else tensor.dtype in _FLOATS
 
     def _is_of_mtp(self, name: str) -> bool:
         layer = _LAYER.match(name)
@@ -220,6 +287,8 @@ class Checkpoint:
                 return "belongs to a multi-token prediction layer"
             if name.endswith(MTP_COPIES):
                 return "is a copy of the embedding or the head of the model"
+        if isinstance(self.config, DeepseekV4Config) and name.startswith(_V4_MTP):
+            return "belongs to a multi-token prediction module"
         if self._is_of_unused_indexer(name):
             return "belongs to an indexer of a layer that attends to the keys selected by an earlier layer"
         if self._is_of_unused_cache(name):
@@ -305,6 +374,8 @@ def _checkpoint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Che
     """
     if isinstance(config, Gemma4Config):
         tensors = _of_text_model(tensors)
+    if isinstance(config, DeepseekV4Config):
+        return Checkpoint(config, _with_published_names(tensors))
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if config.tie_word_embeddings and head is not None and embedding is not None and not head.equals(embedding):
         _log.warning("%s is used, although config.json ties it to %s: the stored tensors differ", HEAD, EMBEDDING)
@@ -321,6 +392,22 @@ def _of_text_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
     }
     if len(renamed) < len(tensors):
         raise CheckpointError(f"tensors have the prefixes {_TEXT_MODEL} and {_MODEL}: expected one of them")
+    return renamed
+
+
+def _with_published_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a DeepSeek-V4 checkpoint with their published names."""
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        published = name
+        for pattern, prefix in _V4_NAMES:
+            if found := pattern.match(name):
+                published = prefix + name[found.end() :]
+                break
+        published = published.replace(".attn.norm.", ".attn.kv_norm.")
+        if published in renamed:
+            raise CheckpointError(f"tensors: expected one {published}, got two with different prefixes")
+        renamed[published] = tensor
     return renamed
 
 

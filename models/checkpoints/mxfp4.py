@@ -1,4 +1,5 @@
-"""Weights in MXFP4, the format of published gpt-oss checkpoints (OCP Microscaling Formats specification 1.0).
+"""Weights in MXFP4, the format of published gpt-oss and DeepSeek-V4 checkpoints (OCP Microscaling Formats specification
+1.0).
 
 A weight is the product of a 4-bit number and a scale. A 4-bit number has a sign bit, two exponent bits and one mantissa
 bit (E2M1). A byte contains two of them, the first in its low half. A group of 32 weights has one scale, a power of two
@@ -36,6 +37,18 @@ def dequantise(
     """Unpack the weights of experts to bfloat16 [E, in, out]. Weights beyond the range of bfloat16 become infinite, and
     weights with scale code 255 become NaN."""
     return np.asarray(_dequantise(blocks, scales))
+
+
+def dequantise_rows(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Unpack a weight of DeepSeek-V4 to bfloat16 [out, in].
+
+    Args:
+      packed: bytes [out, in / 2] as int8.
+      scales: float8_e8m0fnu [out, ceil(in / 32)]. The last group may be smaller than 32.
+    """
+    missing = scales.shape[1] * (MXFP4_GROUP // 2) - packed.shape[1]
+    blocks = np.pad(packed.view(np.uint8), ((0, 0), (0, missing))).reshape(*scales.shape, -1)
+    return dequantise(blocks[None], scales.view(np.uint8)[None])[0].T[:, : 2 * packed.shape[1]]
 
 
 @jax.jit

@@ -4,7 +4,8 @@ The tables `weight_sources` and `mtp_sources` list, for every parameter by its p
 tensors that it is made from and the change of layout. Projections are transposed to [in, out]. Gate projections are
 joined with up projections, and queries with keys and values. Experts are stacked. `kv_b_proj` is split into W_UK and
 W_UV. Rotary columns are reordered from pairs to halves (`rope`). Gate columns of gpt-oss, every second column, become
-the first half. Experts of Gemma 4, which have rows of gates before rows of up projections, are transposed.
+the first half. Experts of Gemma 4, which have rows of gates before rows of up projections, are transposed. The tables
+of DeepSeek-V4 are in `v4_sources`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,21 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from pallas_attn.models.checkpoints.files import EMBEDDING, HEAD, MTP_COPIES, CheckpointError, Slices, open_checkpoint
+from pallas_attn.models.checkpoints.files import (
+    EMBEDDING,
+    HEAD,
+    MTP_COPIES,
+    V4_TABLE,
+    CheckpointError,
+    Slices,
+    open_checkpoint,
+)
+from pallas_attn.models.checkpoints.sources import Order, Read, Shape, Source, linear, norm, ordered, under
+from pallas_attn.models.checkpoints.v4_sources import V4_EMBEDDING, v4_mtp_sources, v4_sources
 from pallas_attn.models.config import (
     INDEX_ROPE_INTERLEAVE,
     DeepSeekConfig,
+    DeepseekV4Config,
     Gemma4Config,
     GQAConfig,
     ModelConfig,
@@ -37,7 +49,16 @@ from pallas_attn.models.config import (
     require_mtp,
     with_windows,
 )
-from pallas_attn.models.decoder import MTP, AttentionSettings, Decoder, MTPModule, device_part, normal_mesh
+from pallas_attn.models.decoder import (
+    MTP,
+    V4MTP,
+    AttentionSettings,
+    Decoder,
+    MTPModule,
+    V4MTPModule,
+    device_part,
+    normal_mesh,
+)
 from pallas_attn.models.decoder.mesh import (
     COLUMNS,
     EXPERT_COLUMNS,
@@ -54,43 +75,11 @@ from pallas_attn.models.decoder.rope import halves_order
 
 _log = logging.getLogger(__name__)
 
-_NEAR_ONE = ("norm.weight", "norm_1.weight", "norm_2.weight", ".layer_scalar", ".router.scale", ".per_expert_scale")
+_NEAR_ONE = (
+    *("norm.weight", "norm_1.weight", "norm_2.weight"),
+    *(".layer_scalar", ".router.scale", ".per_expert_scale", "_attn_scale", "_ffn_scale", "_head_scale"),
+)
 """Suffixes of the names of tensors whose values are near 1: norms and factors."""
-
-type Shape = tuple[int, ...]
-type Read = Callable[[str, Slices], np.ndarray]
-"""Function (name of a checkpoint tensor, part of the tensor) -> values."""
-
-type Order = Callable[[], np.ndarray]
-"""Function that returns the permutation of a projection's outputs. It is called after the headers have been checked."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Checkpoint tensors that a parameter is made from.
-
-    Attributes:
-      tensors: shapes of the tensors by name, in the order in which `pack` takes them.
-      pack: makes the parameter from the tensors.
-      in_f32: whether the parameter is float32 for every dtype of the model.
-      of_heads: whether the parameter belongs to heads and is therefore the same on all devices along `context`.
-      added_once: whether the parameter is a bias of a sum over devices. On a mesh, it is zero on all devices except the
-        first.
-      of_experts: whether the parameter belongs to whole experts. If there are fewer experts than a device has, the
-        remaining experts are zero.
-      experts: the experts to take from tensors that contain all experts; None if each expert has its own tensors.
-      in_halves: whether axis 1 of the tensor has two halves, gate and up, each of which is split over devices. `pack`
-        takes the parts of both halves.
-    """
-
-    tensors: Mapping[str, Shape]
-    pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
-    in_f32: bool = False
-    of_heads: bool = False
-    added_once: bool = False
-    of_experts: bool = False
-    experts: range | None = None
-    in_halves: bool = False
 
 
 def weight_sources(
@@ -104,38 +93,43 @@ def weight_sources(
       device: index of the device in `split`.
       contexts: number of devices that contexts are split over.
     """
+    if isinstance(config, DeepseekV4Config):
+        return v4_sources(config)
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({EMBEDDING: embedding}),
-        "norm.weight": _norm("model.norm", config.hidden_size),
+        "norm.weight": norm("model.norm", config.hidden_size),
     }
     if not config.tie_word_embeddings:
-        sources["lm_head.weight"] = _linear("lm_head", *embedding)
+        sources["lm_head.weight"] = linear("lm_head", *embedding)
     if isinstance(config, Gemma4Config) and config.hidden_size_per_layer_input:
-        sources |= _under("per_layer_inputs", _per_layer_inputs(config))
+        sources |= under("per_layer_inputs", _per_layer_inputs(config))
     for i in range(config.num_hidden_layers):
-        sources |= _under(f"layers.{i}", _layer(config, i, split, device, contexts))
+        sources |= under(f"layers.{i}", _layer(config, i, split, device, contexts))
     return sources
 
 
 def mtp_sources(
-    config: DeepSeekConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+    config: DeepSeekConfig | DeepseekV4Config, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
 ) -> dict[str, Source]:
-    """Return the source of every parameter of multi-token prediction modules by its path in a list of `MTPModule`.
+    """Return the source of every parameter of multi-token prediction modules by its path in a list of `MTPModule` or
+    `V4MTPModule`.
 
     Arguments as for `weight_sources`.
     """
+    if isinstance(config, DeepseekV4Config):
+        return v4_mtp_sources(config)
     width, sources = config.hidden_size, {}
     for k, i in enumerate(config.mtp_layers):
         name = f"model.layers.{i}"
         module = {
-            "enorm.weight": _norm(f"{name}.enorm", width),
-            "hnorm.weight": _norm(f"{name}.hnorm", width),
-            "eh_proj.weight": _linear(f"{name}.eh_proj", width, 2 * width),
-            "norm.weight": _norm(f"{name}.shared_head.norm", width),
-            **_under("layer", _layer(config, i, split, device, contexts)),
+            "enorm.weight": norm(f"{name}.enorm", width),
+            "hnorm.weight": norm(f"{name}.hnorm", width),
+            "eh_proj.weight": linear(f"{name}.eh_proj", width, 2 * width),
+            "norm.weight": norm(f"{name}.shared_head.norm", width),
+            **under("layer", _layer(config, i, split, device, contexts)),
         }
-        sources |= _under(str(k), module)
+        sources |= under(str(k), module)
     return sources
 
 
@@ -156,21 +150,21 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in checkpoint_shapes(config).values())
 
 
-def _under(prefix: str, sources: dict[str, Source]) -> dict[str, Source]:
-    return {f"{prefix}.{path}": source for path, source in sources.items()}
-
-
 def _layer(
-    config: ModelConfig, index: int, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+    config: DeepSeekConfig | GQAConfig | Gemma4Config,
+    index: int,
+    split: ExpertSplit = ExpertSplit(),
+    device: int = 0,
+    contexts: int = 1,
 ) -> dict[str, Source]:
     name = f"model.layers.{index}"
     if isinstance(config, Gemma4Config):
         return _gemma_layer(config, index, name, split, device, contexts)
     return {
-        "input_layernorm.weight": _norm(f"{name}.input_layernorm", config.hidden_size),
-        "post_attention_layernorm.weight": _norm(f"{name}.post_attention_layernorm", config.hidden_size),
-        **_under("self_attn", _attention(config, index, f"{name}.self_attn", contexts)),
-        **_under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
+        "input_layernorm.weight": norm(f"{name}.input_layernorm", config.hidden_size),
+        "post_attention_layernorm.weight": norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        **under("self_attn", _attention(config, index, f"{name}.self_attn", contexts)),
+        **under("mlp", _feed_forward(config, index, f"{name}.mlp", split, device)),
     }
 
 
@@ -185,18 +179,18 @@ def _gemma_layer(
         "post_feedforward_layernorm",
     ]
     sources = {
-        **_under("self_attn", _gemma_attention(config, index, f"{name}.self_attn", contexts)),
-        **_under("mlp", _mlp(config, f"{name}.mlp", config.mlp_width(index))),
+        **under("self_attn", _gemma_attention(config, index, f"{name}.self_attn", contexts)),
+        **under("mlp", _mlp(config, f"{name}.mlp", config.mlp_width(index))),
         "layer_scalar": Source({f"{name}.layer_scalar": (1,)}),
     }
     if not config.is_dense(index):
         norms += ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
-        sources |= _under("experts", _scaled_moe(config, name, split, device))
+        sources |= under("experts", _scaled_moe(config, name, split, device))
     if ple:
         norms.append("post_per_layer_input_norm")
-        sources["per_layer_input_gate.weight"] = _linear(f"{name}.per_layer_input_gate", ple, width)
-        sources["per_layer_projection.weight"] = _linear(f"{name}.per_layer_projection", width, ple)
-    return sources | {f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms}
+        sources["per_layer_input_gate.weight"] = linear(f"{name}.per_layer_input_gate", ple, width)
+        sources["per_layer_projection.weight"] = linear(f"{name}.per_layer_projection", width, ple)
+    return sources | {f"{part}.weight": norm(f"{name}.{part}", width) for part in norms}
 
 
 def _gemma_attention(config: Gemma4Config, index: int, name: str, contexts: int) -> dict[str, Source]:
@@ -213,8 +207,8 @@ def _gemma_attention(config: Gemma4Config, index: int, name: str, contexts: int)
     joined = {f"{name}.{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
     return {
         "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1), of_heads=True),
-        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, heads // contexts * width),
-        **{f"{norm}.weight": _norm(f"{name}.{norm}", width) for norm in norms},
+        "o_proj.weight": linear(f"{name}.o_proj", config.hidden_size, heads // contexts * width),
+        **{f"{part}.weight": norm(f"{name}.{part}", width) for part in norms},
     }
 
 
@@ -223,26 +217,13 @@ def _per_layer_inputs(config: Gemma4Config) -> dict[str, Source]:
     table = {"model.embed_tokens_per_layer.weight": (config.vocab_size_per_layer_input, columns)}
     return {
         "embed_tokens": Source(table),
-        "projection.weight": _linear("model.per_layer_model_projection", columns, config.hidden_size),
-        "norm.weight": _norm("model.per_layer_projection_norm", config.hidden_size_per_layer_input),
+        "projection.weight": linear("model.per_layer_model_projection", columns, config.hidden_size),
+        "norm.weight": norm("model.per_layer_projection_norm", config.hidden_size_per_layer_input),
     }
 
 
-def _norm(name: str, width: int) -> Source:
-    return Source({f"{name}.weight": (width,)})
-
-
-def _linear(name: str, out_width: int, in_width: int, order: Order | None = None) -> Source:
-    return Source({f"{name}.weight": (out_width, in_width)}, lambda t: _ordered(next(t), order).T)
-
-
 def _bias(name: str, width: int, order: Order | None = None, *, added_once: bool = False) -> Source:
-    return Source({f"{name}.bias": (width,)}, lambda t: _ordered(next(t), order), added_once=added_once)
-
-
-def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
-    """Reorder the rows if an order is given."""
-    return tensor if order is None else tensor[order()]
+    return Source({f"{name}.bias": (width,)}, lambda t: ordered(next(t), order), added_once=added_once)
 
 
 def _attention(config: DeepSeekConfig | GQAConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
@@ -270,26 +251,26 @@ def _mla(config: DeepSeekConfig, index: int, name: str, contexts: int) -> dict[s
 
     expand = {f"{name}.kv_b_proj.weight": (heads * (nope + value), rank)}
     sources = {
-        "kv_a_proj_with_mqa.weight": _linear(f"{name}.kv_a_proj_with_mqa", config.latent_width, width, latent_order),
-        "kv_a_layernorm.weight": _norm(f"{name}.kv_a_layernorm", rank),
+        "kv_a_proj_with_mqa.weight": linear(f"{name}.kv_a_proj_with_mqa", config.latent_width, width, latent_order),
+        "kv_a_layernorm.weight": norm(f"{name}.kv_a_layernorm", rank),
         "w_uk": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, :nope]),
         "w_uv": Source(expand, lambda t: next(t).reshape(heads, nope + value, rank)[:, nope:]),
-        "o_proj.weight": _linear(f"{name}.o_proj", width, heads // contexts * value),
+        "o_proj.weight": linear(f"{name}.o_proj", width, heads // contexts * value),
     }
     query_width = heads * config.qk_head_dim
     if config.q_lora_rank is None:
-        sources["q_proj.weight"] = _linear(f"{name}.q_proj", query_width, width, query_order)
+        sources["q_proj.weight"] = linear(f"{name}.q_proj", query_width, width, query_order)
     else:
-        sources["q_a_proj.weight"] = _linear(f"{name}.q_a_proj", config.q_lora_rank, width)
-        sources["q_a_layernorm.weight"] = _norm(f"{name}.q_a_layernorm", config.q_lora_rank)
-        sources["q_b_proj.weight"] = _linear(f"{name}.q_b_proj", query_width, config.q_lora_rank, query_order)
+        sources["q_a_proj.weight"] = linear(f"{name}.q_a_proj", config.q_lora_rank, width)
+        sources["q_a_layernorm.weight"] = norm(f"{name}.q_a_layernorm", config.q_lora_rank)
+        sources["q_b_proj.weight"] = linear(f"{name}.q_b_proj", query_width, config.q_lora_rank, query_order)
     if config.attention_bias:
         sources["kv_a_proj_with_mqa.bias"] = _bias(f"{name}.kv_a_proj_with_mqa", config.latent_width, latent_order)
         sources["o_proj.bias"] = _bias(f"{name}.o_proj", width, added_once=True)
         if config.q_lora_rank is not None:
             sources["q_a_proj.bias"] = _bias(f"{name}.q_a_proj", config.q_lora_rank)
     if config.has_indexer(index):
-        sources |= _under("indexer", _indexer(config, f"{name}.indexer"))
+        sources |= under("indexer", _indexer(config, f"{name}.indexer"))
     return sources
 
 
@@ -305,12 +286,12 @@ def _indexer(config: DeepSeekConfig, name: str) -> dict[str, Source]:
         return (np.arange(heads)[:, None] * width + key_order()[None, :]).reshape(-1)
 
     return {
-        "wq_b.weight": _linear(f"{name}.wq_b", heads * width, config.q_lora_rank or 0, query_order),
-        "wk.weight": _linear(f"{name}.wk", width, config.hidden_size, key_order),
-        "k_norm.weight": Source({f"{name}.k_norm.weight": (width,)}, lambda t: _ordered(next(t), key_order)),
+        "wq_b.weight": linear(f"{name}.wq_b", heads * width, config.q_lora_rank or 0, query_order),
+        "wk.weight": linear(f"{name}.wk", width, config.hidden_size, key_order),
+        "k_norm.weight": Source({f"{name}.k_norm.weight": (width,)}, lambda t: ordered(next(t), key_order)),
         "k_norm.bias": _bias(f"{name}.k_norm", width, key_order),
         "weights_proj.weight": dataclasses.replace(
-            _linear(f"{name}.weights_proj", heads, config.hidden_size), in_f32=True
+            linear(f"{name}.weights_proj", heads, config.hidden_size), in_f32=True
         ),
     }
 
@@ -321,7 +302,7 @@ def _gqa(config: GQAConfig, name: str, contexts: int) -> dict[str, Source]:
     joined = {f"{projection}.weight": (out, config.hidden_size) for projection, out in widths.items()}
     sources = {
         "qkv_proj.weight": Source(joined, lambda t: np.concatenate([w.T for w in t], axis=1)),
-        "o_proj.weight": _linear(f"{name}.o_proj", config.hidden_size, query_width // contexts),
+        "o_proj.weight": linear(f"{name}.o_proj", config.hidden_size, query_width // contexts),
     }
     if config.attention_bias:
         biases = {f"{projection}.bias": (out,) for projection, out in widths.items()}
@@ -330,7 +311,7 @@ def _gqa(config: GQAConfig, name: str, contexts: int) -> dict[str, Source]:
     if config.learned_sinks:
         sources["sinks"] = Source({f"{name}.sinks": (config.num_attention_heads,)}, in_f32=True)
     if config.qk_norm:
-        sources |= {f"{norm}.weight": _norm(f"{name}.{norm}", config.head_dim) for norm in ("q_norm", "k_norm")}
+        sources |= {f"{part}.weight": norm(f"{name}.{part}", config.head_dim) for part in ("q_norm", "k_norm")}
     return sources
 
 
@@ -344,12 +325,12 @@ def _feed_forward(
     return _biased_moe(config, name, split, device)
 
 
-def _mlp(config: ModelConfig, name: str, hidden: int | None = None) -> dict[str, Source]:
+def _mlp(config: DeepSeekConfig | GQAConfig | Gemma4Config, name: str, hidden: int | None = None) -> dict[str, Source]:
     width, hidden = config.hidden_size, hidden or config.intermediate_size
     gate_up = {f"{name}.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
     return {
         "gate_up_proj.weight": Source(gate_up, lambda t: np.concatenate([w.T for w in t], axis=1)),
-        "down_proj.weight": _linear(f"{name}.down_proj", width, hidden),
+        "down_proj.weight": linear(f"{name}.down_proj", width, hidden),
     }
 
 
@@ -363,7 +344,7 @@ def _moe(config: DeepSeekConfig, name: str, split: ExpertSplit, device: int) -> 
         return np.stack([np.concatenate([gate.T, up.T], axis=1) for gate, up in itertools.batched(tensors, 2)])
 
     sources = {
-        "gate.weight": dataclasses.replace(_linear(f"{name}.gate", experts, width), in_f32=True),
+        "gate.weight": dataclasses.replace(linear(f"{name}.gate", experts, width), in_f32=True),
         "gate_up_proj": Source(gate_up, join, of_experts=True),
         "down_proj": Source(down, lambda t: np.stack([w.T for w in t]), of_experts=True),
     }
@@ -372,7 +353,7 @@ def _moe(config: DeepSeekConfig, name: str, split: ExpertSplit, device: int) -> 
         sources["gate.e_score_correction_bias"] = Source(bias, in_f32=True)
     if config.n_shared_experts:
         shared = _mlp(config, f"{name}.shared_experts", hidden * config.n_shared_experts // split.expert)
-        sources |= _under("shared_experts", shared)
+        sources |= under("shared_experts", shared)
     return sources
 
 
@@ -389,7 +370,7 @@ def _biased_moe(config: GQAConfig, name: str, split: ExpertSplit, device: int) -
 
     of = functools.partial(_of_all_experts, f"{name}.experts", split.own(experts, device))
     return {
-        "router.weight": dataclasses.replace(_linear(f"{name}.router", experts, width), in_f32=True),
+        "router.weight": dataclasses.replace(linear(f"{name}.router", experts, width), in_f32=True),
         "router.bias": dataclasses.replace(_bias(f"{name}.router", experts), in_f32=True),
         "gate_up_proj": of("gate_up_proj", width, 2 * hidden, pack=halves),
         "gate_up_proj_bias": of("gate_up_proj_bias", 2 * hidden, pack=halves),
@@ -404,7 +385,7 @@ def _scaled_moe(config: Gemma4Config, name: str, split: ExpertSplit, device: int
     of = functools.partial(_of_all_experts, f"{name}.experts", split.own(experts, device))
     return {
         "router.scale": Source({f"{name}.router.scale": (width,)}, in_f32=True),
-        "router.weight": dataclasses.replace(_linear(f"{name}.router.proj", experts, width), in_f32=True),
+        "router.weight": dataclasses.replace(linear(f"{name}.router.proj", experts, width), in_f32=True),
         "router.per_expert_scale": Source({f"{name}.router.per_expert_scale": (experts,)}, in_f32=True),
         "gate_up_proj": of(
             "gate_up_proj",
@@ -459,7 +440,7 @@ def load_model(
     return _assemble(make, sources, checkpoint.read, dtype, mesh, checkpoint_shapes(config))
 
 
-def load_mtp(directory: str | Path, model: Decoder) -> MTP:
+def load_mtp(directory: str | Path, model: Decoder) -> MTP | V4MTP:
     """Load the multi-token prediction modules of a model from its directory, in the dtype of the model.
 
     Raises:
@@ -507,7 +488,7 @@ def _sources_on(
     return [sources(split, device, contexts) for device in range(split.devices)]
 
 
-def random_mtp(model: Decoder, seed: int = 0) -> MTP:
+def random_mtp(model: Decoder, seed: int = 0) -> MTP | V4MTP:
     """Return the multi-token prediction modules that `save_random_checkpoint` writes for this seed.
 
     Raises:
@@ -517,8 +498,13 @@ def random_mtp(model: Decoder, seed: int = 0) -> MTP:
 
 
 def _random_reader(config: ModelConfig, shapes: Mapping[str, Shape], seed: int) -> Read:
-    deviation = _embedding_deviation(config)
-    return lambda name, part: random_tensor(name, shapes[name], seed, deviation)[part]
+    deviation, experts = _embedding_deviation(config), _hashed_experts(config)
+    return lambda name, part: random_tensor(name, shapes[name], seed, deviation, experts)[part]
+
+
+def _hashed_experts(config: ModelConfig) -> int:
+    """Return the number of experts in tables of the experts of each token; 0 without such tables."""
+    return config.n_routed_experts if isinstance(config, DeepseekV4Config) else 0
 
 
 def _embedding_deviation(config: ModelConfig) -> float:
@@ -538,10 +524,10 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
         unquantised = dataclasses.replace(unquantised, mxfp4_experts=False)
     (directory / "config.json").write_text(json.dumps(unquantised.to_hf(), indent=2))
     shapes = checkpoint_shapes(config)
-    if config.mtp_layers:
+    if config.mtp_layers or (isinstance(config, DeepseekV4Config) and config.num_nextn_predict_layers):
         shapes |= _shapes(mtp_sources(require_mtp(config)))
-    deviation = _embedding_deviation(config)
-    tensors = {name: random_tensor(name, shape, seed, deviation) for name, shape in shapes.items()}
+    deviation, experts = _embedding_deviation(config), _hashed_experts(config)
+    tensors = {name: random_tensor(name, shape, seed, deviation, experts) for name, shape in shapes.items()}
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     for i in config.mtp_layers:
         for copy, own in zip(MTP_COPIES, (EMBEDDING, head), strict=True):
@@ -549,24 +535,35 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_tensor(name: str, shape: Shape, seed: int, embedding_deviation: float = 1.0) -> np.ndarray:
+def random_tensor(
+    name: str, shape: Shape, seed: int, embedding_deviation: float = 1.0, num_experts: int = 0
+) -> np.ndarray:
     """Return random float32 values. Activations remain near 1, so that generated tokens depend on the whole context.
-    `embedding_deviation` is the standard deviation of embeddings."""
+    `embedding_deviation` is the standard deviation of embeddings, `num_experts` the number of experts in tables of the
+    experts of each token, which are integers."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if name.endswith(V4_TABLE):
+        return np.ascontiguousarray(np.argsort(rng.random((shape[0], num_experts)), axis=1)[:, : shape[1]])
     values = rng.standard_normal(shape, np.float32)
     if name.endswith(_NEAR_ONE):
         return 1 + 0.3 * values
-    if name.endswith(".sinks"):
+    if name.endswith((".sinks", ".attn_sink")):
         return 2 * values
+    if name.endswith(".ape"):
+        return values
     if len(shape) == 1 or name.endswith("_bias"):
         return 0.1 * values
-    if name == EMBEDDING:
+    if name in (EMBEDDING, V4_EMBEDDING):
         return np.float32(embedding_deviation) * values
     return values * np.float32(1.5 * shape[1] ** -0.5)
 
 
-def _assemble_mtp(model: Decoder, read: Read) -> MTP:
+def _assemble_mtp(model: Decoder, read: Read) -> MTP | V4MTP:
     part, mesh, dtype = require_mtp(model.part), model.mesh, model.embed_tokens[...].dtype
+    if isinstance(part, DeepseekV4Config):
+        count, of_modules = part.num_nextn_predict_layers, v4_mtp_sources(part)
+        modules = lambda: nnx.List([V4MTPModule(part, model.settings, dtype) for _ in range(count)])  # noqa: E731
+        return V4MTP(model, [*_assemble(modules, [of_modules], read, dtype)])
     make = lambda: nnx.List([MTPModule(part, i, model.settings, dtype, mesh) for i in part.mtp_layers])  # noqa: E731
     sources = _sources_on(mesh, functools.partial(mtp_sources, part))
     return MTP(model, [*_assemble(make, sources, read, dtype, mesh, _shapes(mtp_sources(require_mtp(model.config))))])
@@ -612,7 +609,7 @@ def _assemble[Module: nnx.Module](
     def fill(path: tuple[Any, ...], parameter: nnx.Variable) -> nnx.Variable:
         name = ".".join(map(str, path))
         first = sources[0][name]
-        kind = np.float32 if first.in_f32 else jnp.dtype(dtype)
+        kind = np.int32 if first.in_int32 else np.float32 if first.in_f32 else jnp.dtype(dtype)
         shared_by = _shared_by(first)
 
         def values(at: Mapping[str, int]) -> np.ndarray:

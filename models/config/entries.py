@@ -27,6 +27,8 @@ LARGEST = {
     **dict.fromkeys(("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10_000),
     **dict.fromkeys(("index_n_heads", "index_head_dim"), 10_000),
     "index_topk": 10_000_000,
+    **dict.fromkeys(("hc_mult", "hc_sinkhorn_iters"), 1_000),
+    **dict.fromkeys(("o_groups", "o_lora_rank"), 1_000_000),
 }
 """Maximum values of sizes that determine loops or tables before a weight has been read. They are at least ten times
 the sizes of published models."""

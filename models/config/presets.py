@@ -6,9 +6,11 @@ import dataclasses
 import functools
 
 from pallas_attn.models.config.deepseek import DeepSeekConfig
+from pallas_attn.models.config.deepseek_v4 import CSA_KIND, HASH_MOE, HCA_KIND, SCORED_MOE, DeepseekV4Config
 from pallas_attn.models.config.gemma import Gemma4Config
 from pallas_attn.models.config.gqa import GQAConfig
 from pallas_attn.models.config.rope import YarnConfig
+from pallas_attn.models.config.windows import LOCAL_KIND
 
 _tiny = functools.partial(
     DeepSeekConfig,
@@ -203,4 +205,33 @@ GEMMA_PRESETS = {
 }
 """Configurations of Gemma 4 models by name. `gemma4-tiny`, with the structure of Gemma 4 E2B, is for demonstrations and
 tests.
+"""
+
+V4_PRESETS = {
+    "v4-tiny": DeepseekV4Config(
+        vocab_size=512,
+        hidden_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=128,
+        qk_rope_head_dim=64,
+        q_lora_rank=64,
+        o_groups=2,
+        o_lora_rank=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        layer_types=(LOCAL_KIND, CSA_KIND, HCA_KIND, CSA_KIND),
+        mlp_layer_types=(HASH_MOE, HASH_MOE, SCORED_MOE, SCORED_MOE),
+        sliding_window=24,
+        index_topk=12,
+        index_n_heads=8,
+        index_head_dim=64,
+        hca_rate=16,
+        routed_scaling_factor=1.5,
+        yarn=YarnConfig(factor=16.0, original_max_position_embeddings=128, attention_factor=1.0),
+        max_position_embeddings=2048,
+    ),
+}
+"""Configurations of DeepSeek-V4 models by name. `v4-tiny`, with layers of all kinds, is for demonstrations and tests.
 """

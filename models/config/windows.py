@@ -86,15 +86,18 @@ class CacheGroup:
       window: window of the layers. If it is `HeadWindows`, pages are allocated per KV head: block tables [B, Hkv, P]
         have page rows, each one page of one head. Otherwise block tables [B, P] have page ids.
       layers: indices of the layers, ascending.
+      caches: names of the caches of each layer that are in this group, if a layer has caches in several groups; empty
+        for the whole cache of a layer.
     """
 
     window: LayerWindow
     layers: tuple[int, ...]
+    caches: tuple[str, ...] = ()
 
 
 @runtime_checkable
 class _Windowed(Protocol):
-    """The fields of a model configuration that `cache_groups` needs."""
+    """The fields of a model configuration that `window_groups` needs."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -106,8 +109,9 @@ class _Windowed(Protocol):
     def windows(self) -> Windows | None: ...
 
 
-def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of a model, sorted by their first layer. Layers without a cache are in no group."""
+def window_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of a model in which a layer has one cache, sorted by their first layer. Layers without a
+    cache are in no group."""
     layers: dict[LayerWindow, list[int]] = {}
     windows = config.windows or (None,) * config.num_hidden_layers
     for layer in config.cached_layers:

@@ -2,10 +2,11 @@
 
 The package imports `models.config` and `models.moe` (mixtures of experts). Modules in reading order: `model` (the
 decoder and its layers), `settings` (attention settings), `step_metadata` (positions and cache slots of a step's
-tokens), `caches` (KV caches of each model family), `gqa` and `mla` (attention), `gemma` (layers of Gemma 4), `indexer`
-(key selection of sparse attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (the tokens of
-each page split over devices), `mtp` (multi-token prediction modules), `explain` (which implementations attention would
-use) and `whole_sequence` (one sequence in one forward pass).
+tokens), `caches` (KV caches of each model family), `gqa` and `mla` (attention), `gemma` (layers of Gemma 4),
+`deepseek_v4` and `hyper_connections` (layers and residual streams of DeepSeek-V4), `indexer` (key selection of sparse
+attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (the tokens of each page split over
+devices), `mtp` and `v4_mtp` (multi-token prediction modules), `explain` (which implementations attention would use) and
+`whole_sequence` (one sequence in one forward pass).
 """
 
 from pallas_attn.models.decoder.caches import Caches as Caches
@@ -32,6 +33,9 @@ from pallas_attn.models.decoder.mtp import MTPModule as MTPModule
 from pallas_attn.models.decoder.settings import AttentionSettings as AttentionSettings
 from pallas_attn.models.decoder.step_metadata import GroupTables as GroupTables
 from pallas_attn.models.decoder.step_metadata import StepMetadata as StepMetadata
+from pallas_attn.models.decoder.v4_mtp import V4MTP as V4MTP
+from pallas_attn.models.decoder.v4_mtp import V4MTPModule as V4MTPModule
 from pallas_attn.models.decoder.whole_sequence import pad_tokens as pad_tokens
+from pallas_attn.models.decoder.whole_sequence import page_size_of as page_size_of
 from pallas_attn.models.decoder.whole_sequence import power_of_two as power_of_two
 from pallas_attn.models.decoder.whole_sequence import run_sequence as run_sequence

@@ -24,7 +24,7 @@ from pallas_attn import (
     kv_cache_spec,
     latent_cache_spec,
 )
-from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -36,12 +36,36 @@ class IndexedLatent:
     index: PagedIndexKeys
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompressedCache:
+    """Paged caches of a DeepSeek-V4 layer. Pages of all of them cover the same number of tokens. A layer without a
+    compressor has only `window`, and only layers with an indexer have the last two.
+
+    Attributes:
+      window: keys, which are also the values, of the tokens in the window [N, ps, D].
+      entries: entries [N, ps / rate, D].
+      state: compressor rows of the newest tokens, float32 [N, ps, columns].
+      index: index keys of the entries [N, ps / rate, Di].
+      index_state: rows of the indexer's compressor, float32 [N, ps, columns].
+    """
+
+    window: PagedLatent
+    entries: PagedLatent | None = None
+    state: PagedLatent | None = None
+    index: PagedIndexKeys | None = None
+    index_state: PagedLatent | None = None
+
+
 type LatentCache = PagedLatent | IndexedLatent
 """Paged cache of one MLA layer."""
 
-type LayerCache = LatentCache | PagedKV | None
-"""Paged cache of one layer: latents of MLA, or keys and values of GQA. None if the layer uses the cache of another
-layer."""
+type LayerCache = LatentCache | CompressedCache | PagedKV | None
+"""Paged cache of one layer: latents of MLA, caches of DeepSeek-V4, or keys and values of GQA. None if the layer uses
+the cache of another layer."""
+
+type PageCount = int | tuple[int, ...]
+"""Number of pages of a layer's cache. For DeepSeek-V4, a tuple has the numbers for each of its cache groups."""
 
 type Caches = tuple[LayerCache, ...]
 """Caches of all layers."""
@@ -103,7 +127,7 @@ def shape_of(scales: Sequence[np.ndarray]) -> list[int] | list[list[int]]:
 
 def cache_spec(
     config: ModelConfig,
-    num_pages: int,
+    num_pages: PageCount,
     page_size: int,
     dtype: DTypeLike,
     scales: KVScales | None = None,
@@ -127,7 +151,12 @@ def cache_spec(
 
     Raises:
       ValueError: a size below 1, an unsupported dtype, latents too narrow for scales, or scales of the wrong shape.
+      NotImplementedError: static scales or int8 for DeepSeek-V4.
     """
+    if isinstance(config, DeepseekV4Config):
+        return _compressed_spec(config, num_pages, page_size, dtype, scales, layer)
+    if isinstance(num_pages, tuple):
+        raise ValueError(f"num_pages: expected one number for the cache of a layer, got {num_pages}")
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
             raise ValueError("kv_scales: expected None, scales of quantised latents are computed when they are written")
@@ -160,6 +189,86 @@ def cache_spec(
     )
 
 
+def _compressed_spec(
+    config: DeepseekV4Config,
+    num_pages: PageCount,
+    page_size: int,
+    dtype: DTypeLike,
+    scales: KVScales | None,
+    layer: int,
+) -> CacheSpec:
+    """Return the result of `cache_spec` for a DeepSeek-V4 layer: arrays named "cache.array".
+
+    In float8_e4m3fn, rows and entries have the published format: the columns that are not rotated in float8_e4m3fn with
+    a power-of-two scale for 64 columns, the rotated columns in bfloat16. Index keys have one scale each.
+    """
+    if scales is not None or jnp.dtype(dtype) == jnp.int8:
+        raise NotImplementedError(
+            f"cache_dtype: expected bfloat16, float16, float32 or float8_e4m3fn for a {config.model_type},"
+            f" its caches have no other format; got {'kv_scales' if scales is not None else jnp.dtype(dtype).name}"
+        )
+    rate, columns = config.rate(layer), config.state_columns(layer)
+    counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(config.groups_of(layer))
+
+    def rows(count: int, page_size: int, width: int, dtype: DTypeLike) -> CacheSpec:
+        return latent_cache_spec(num_pages=count, page_size=page_size, latent_dim=width, rope_dim=0, dtype=dtype)
+
+    def keys(count: int, page_size: int) -> CacheSpec:
+        if jnp.dtype(dtype) not in QUANTISED:
+            return rows(count, page_size, config.head_dim, dtype)
+        rotated = config.qk_rope_head_dim
+        return latent_cache_spec(
+            num_pages=count,
+            page_size=page_size,
+            latent_dim=config.head_dim - rotated,
+            rope_dim=rotated,
+            dtype=dtype,
+            scale_dtype=jnp.float8_e8m0fnu,
+        )
+
+    specs = {"window": keys(counts[0], page_size)}
+    if rate:
+        if page_size % rate:
+            raise ValueError(
+                f"page_size: expected a multiple of {config.page_unit} tokens, so that a page has whole entries of a"
+                f" {config.model_type}, got {page_size}"
+            )
+        specs["entries"] = keys(counts[1], page_size // rate)
+        specs["state"] = rows(counts[2], page_size, columns, jnp.float32)
+    if config.has_indexer(layer):
+        index_columns = columns // config.head_dim * config.index_head_dim
+        specs["index"] = index_cache_spec(
+            num_pages=counts[1], page_size=page_size // rate, index_dim=config.index_head_dim, dtype=dtype
+        )
+        specs["index_state"] = rows(counts[2], page_size, index_columns, jnp.float32)
+    arrays = {f"{name}.{field}": array for name, spec in specs.items() for field, array in spec.arrays.items()}
+    return CacheSpec(counts[0], page_size, arrays)
+
+
+_COMPRESSED = dict.fromkeys(("window", "entries", "state", "index_state"), PagedLatent) | {"index": PagedIndexKeys}
+"""Class of each cache of a `CompressedCache`."""
+
+
+def compressed_cache(arrays: Mapping[str, Any]) -> CompressedCache:
+    """Return the caches of a DeepSeek-V4 layer, given their arrays by the names of `cache_spec`."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        cache, field = name.split(".")
+        parts.setdefault(cache, {})[field] = array
+    caches: dict[str, Any] = {cache: _COMPRESSED[cache](**fields) for cache, fields in parts.items()}
+    return CompressedCache(**caches)
+
+
+def allocate_compressed(spec: CacheSpec) -> CompressedCache:
+    """Allocate empty caches of one DeepSeek-V4 layer."""
+    arrays = spec.arrays.items()
+    return compressed_cache(
+        {
+            n: jnp.full(a.shape, 1 if n.endswith(".scale") else 0, a.dtype) for n, a in arrays
+        }  # as `PagedLatent.allocate`
+    )
+
+
 def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> LatentCache:
     """Return the cache of one MLA layer, made by `make(spec, class)`: once for its latents (class PagedLatent), and, if
     the spec has arrays of an indexer, once for its index keys (class PagedIndexKeys)."""
@@ -177,6 +286,10 @@ def cache_arrays(cache: LayerCache) -> dict[str, jax.Array]:
     if isinstance(cache, IndexedLatent):
         index = {f"{INDEX}{name}": array for name, array in _fields(cache.index).items()}
         return _fields(cache.latent) | index
+    if isinstance(cache, CompressedCache):
+        parts = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+        given = {name: _fields(part) for name, part in parts.items() if part is not None}
+        return {f"{name}.{field}": array for name, fields in given.items() for field, array in fields.items()}
     return {} if cache is None else _fields(cache)
 
 
@@ -189,6 +302,8 @@ def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCach
     """Return a layer's cache with other arrays, named as in `cache_arrays`."""
     if cache is None:
         return None
+    if isinstance(cache, CompressedCache):
+        return compressed_cache(cache_arrays(cache) | dict(arrays))
     if not isinstance(cache, IndexedLatent):
         return dataclasses.replace(cache, **arrays)
     index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
@@ -203,10 +318,12 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
     Static scales do not change, because they apply to all tokens.
 
     Raises:
-      NotImplementedError: a page of the cache has fewer scales than tokens.
+      NotImplementedError: a page of the cache has fewer scales than tokens, or the cache is of DeepSeek-V4.
     """
     if cache is None:
         return None
+    if isinstance(cache, CompressedCache):
+        raise NotImplementedError("move_tokens: compressed entries pool the rows of consecutive tokens")
     page_size = (cache.latent if isinstance(cache, IndexedLatent) else cache).page_size
     of_heads = isinstance(cache, PagedKV)  # [N, Hkv, ps, ...], else [N, ps, ...]
     (source, at), (target, to) = (jnp.divmod(jnp.maximum(slots, 0), page_size) for slots in (sources, targets))
@@ -253,6 +370,8 @@ def allocate_caches(
     """
     if isinstance(config, DeepSeekConfig):
         return tuple(map(allocate_latents, specs))
+    if isinstance(config, DeepseekV4Config):
+        return tuple(map(allocate_compressed, specs))
     if scales is None:
         return tuple(map(allocate_heads, specs))
     cached = len(scales.k)

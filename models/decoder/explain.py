@@ -12,13 +12,14 @@ from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
 from pallas_attn.models.config import (
     CacheGroup,
     DeepSeekConfig,
+    DeepseekV4Config,
     GQAConfig,
     HeadsConfig,
     HeadWindows,
     ModelConfig,
     cache_groups,
 )
-from pallas_attn.models.decoder.caches import IndexedLatent, KVScales, cache_spec, latent_cache
+from pallas_attn.models.decoder.caches import IndexedLatent, KVScales, cache_spec, compressed_cache, latent_cache
 from pallas_attn.models.decoder.mla import is_sparse, latents_of
 from pallas_attn.models.decoder.settings import AttentionSettings
 
@@ -75,6 +76,8 @@ def explain_attention(
     if settings.batch_invariant:  # every token is a decode row
         rows = sizes.decode_tokens + sizes.prefill_tokens
         sizes = dataclasses.replace(sizes, decode_rows=rows, decode_queries=1, prefill_tokens=0)
+    if isinstance(config, DeepseekV4Config):
+        return _explain_compressed(config, settings, sizes, jnp.dtype(dtype))
     if not isinstance(config, DeepSeekConfig):
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)
@@ -278,6 +281,53 @@ class _LatentShapes:
     def _latent(self, tokens: int) -> jax.ShapeDtypeStruct:
         dtype = self._dtype if self._cache.is_quantised else self._cache.pages.dtype
         return jax.ShapeDtypeStruct((tokens, self._config.latent_width), dtype)
+
+
+def _explain_compressed(
+    config: DeepseekV4Config, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
+) -> dict[str, Explanation]:
+    """Explain the operations of DeepSeek-V4, for the layer whose caches are the most numerous."""
+
+    def array(*shape: int, of: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, of)
+
+    def explained(op: str, *args: object, **kwargs: object) -> Explanation:
+        return explain(op, *args, **kwargs, implementation=settings.implementation)
+
+    layer = max(
+        range(config.num_hidden_layers), key=lambda layer: len(config.groups_of(layer)) + config.has_indexer(layer)
+    )
+    spec = cache_spec(
+        config, sizes.num_pages, sizes.page_size, sizes.cache_dtype or dtype, sizes.kv_scales, layer=layer
+    )
+    cache, rate, f32 = compressed_cache(spec.arrays), config.rate(layer), jnp.dtype(jnp.float32)
+    tokens, width = sizes.decode_tokens + sizes.prefill_tokens, config.head_dim
+    rows = sizes.decode_rows + sizes.prefill_seqs
+    tables, offsets, lens = _ints(rows, sizes.table_pages), _ints(rows + 1), _ints(rows)
+    new = array(tokens, width, of=dtype if cache.window.is_quantised else cache.window.pages.dtype)
+    found = {"write_latent": explained("write_latent", cache.window, new, _ints(tokens))}
+    extra = {}
+    if cache.entries is not None and cache.state is not None:
+        angles = array(tokens, config.qk_rope_head_dim // 2, of=f32)
+        of_rows = array(tokens, config.state_columns(layer), of=f32), array(width), angles, angles
+        found["compress_and_write"] = explained(
+            "compress_and_write", cache.state, cache.entries, *of_rows, tables, tables, offsets, lens, ratio=rate
+        )
+        chosen = sizes.table_pages * cache.entries.page_size
+        if cache.index is not None:
+            chosen = settings.index_topk or config.index_topk
+            q = array(tokens, config.index_n_heads, config.index_head_dim)
+            weights = array(tokens, config.index_n_heads, of=f32)
+            found["index_top_k"] = explained(
+                "index_top_k", q, weights, cache.index, tables, offsets, lens, top_k=chosen, ratio=rate
+            )
+        extra = {"extra_cache": cache.entries, "extra_slots": _ints(tokens, chosen)}
+    q = array(tokens, config.num_attention_heads, width)
+    seen, sinks = _ints(tokens, config.sliding_window), array(config.num_attention_heads, of=f32)
+    found["mla_sparse"] = explained(
+        "mla_sparse", q, None, cache.window, seen, sm_scale=config.sm_scale, sinks=sinks, **extra
+    )
+    return found
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ from pallas_attn import PagedKV, Rope, write_kv
 from pallas_attn.models.config import Gemma4Config
 from pallas_attn.models.decoder import contexts as split_contexts
 from pallas_attn.models.decoder.gqa import GQAStep, attend, attend_over_contexts
-from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm, geglu, rms_scaled
+from pallas_attn.models.decoder.layers import MLP, Linear, WideRMSNorm, geglu, rms_scaled
 from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, embed, num_contexts
 from pallas_attn.models.decoder.rope import CosSin, inverse_frequencies, rotate
 from pallas_attn.models.decoder.settings import AttentionSettings
@@ -58,14 +58,6 @@ class GemmaInputs:
         return self if self.ple is None else dataclasses.replace(self, ple=self.ple[:, layers])
 
 
-class GemmaNorm(RMSNorm):
-    """RMS norm whose product with the weight is computed in float32."""
-
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
-        return (rms_scaled(x, self.eps) * weight).astype(x.dtype)
-
-
 class PerLayerInputs(nnx.Module):
     """Per-layer embeddings (PLE): for each token and layer, the sum of a projection of the token's embedding and of a
     row of a second table of embeddings."""
@@ -77,7 +69,7 @@ class PerLayerInputs(nnx.Module):
         columns = config.num_hidden_layers * self.width
         self.embed_tokens = nnx.Param(jnp.zeros((config.vocab_size_per_layer_input, columns), dtype))
         self.projection = Linear(config.hidden_size, columns, dtype)
-        self.norm = GemmaNorm(self.width, config.rms_norm_eps, dtype)
+        self.norm = WideRMSNorm(self.width, config.rms_norm_eps, dtype)
 
     def __call__(self, tokens: Int32[Array, "T"], x: Float[Array, "T D"]) -> Float[Array, "T layers Dp"]:
         """Return the per-layer embeddings of tokens with the embeddings x."""
@@ -146,8 +138,8 @@ class GemmaAttention(nnx.Module):
         heads, eps = config.num_attention_heads, config.rms_norm_eps
         projected = heads + (self.kv_heads * (1 if self.k_eq_v else 2) if self.has_cache else 0)
         self.qkv_proj = Linear(config.hidden_size, projected * self.width, dtype)
-        self.q_norm = GemmaNorm(self.width, eps, dtype)
-        self.k_norm = GemmaNorm(self.width, eps, dtype) if self.has_cache else None
+        self.q_norm = WideRMSNorm(self.width, eps, dtype)
+        self.k_norm = WideRMSNorm(self.width, eps, dtype) if self.has_cache else None
         self.o_proj = Linear(heads // contexts * self.width, config.hidden_size, dtype)
 
     def __call__(
@@ -224,22 +216,22 @@ class GemmaLayer(nnx.Module):
     ):
         """Make a layer with zero weights, on a mesh one device's part of the layer. Arguments as in `DecoderLayer`."""
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = GemmaNorm(width, eps, dtype)
+        self.input_layernorm = WideRMSNorm(width, eps, dtype)
         self.self_attn = GemmaAttention(config, index, settings, dtype, num_contexts(mesh))
-        self.post_attention_layernorm = GemmaNorm(width, eps, dtype)
-        self.pre_feedforward_layernorm = GemmaNorm(width, eps, dtype)
+        self.post_attention_layernorm = WideRMSNorm(width, eps, dtype)
+        self.pre_feedforward_layernorm = WideRMSNorm(width, eps, dtype)
         self.mlp = MLP(width, config.mlp_width(index), dtype, geglu)
-        self.post_feedforward_layernorm = GemmaNorm(width, eps, dtype)
+        self.post_feedforward_layernorm = WideRMSNorm(width, eps, dtype)
         self.experts = None if config.is_dense(index) else ScaledMoE(config, dtype, ExpertSplit.over(mesh))
         if self.experts is not None:
-            self.post_feedforward_layernorm_1 = GemmaNorm(width, eps, dtype)
-            self.pre_feedforward_layernorm_2 = GemmaNorm(width, eps, dtype)
-            self.post_feedforward_layernorm_2 = GemmaNorm(width, eps, dtype)
+            self.post_feedforward_layernorm_1 = WideRMSNorm(width, eps, dtype)
+            self.pre_feedforward_layernorm_2 = WideRMSNorm(width, eps, dtype)
+            self.post_feedforward_layernorm_2 = WideRMSNorm(width, eps, dtype)
         ple = config.hidden_size_per_layer_input
         self.per_layer_input_gate = Linear(width, ple, dtype) if ple else None
         if ple:
             self.per_layer_projection = Linear(ple, width, dtype)
-            self.post_per_layer_input_norm = GemmaNorm(width, eps, dtype)
+            self.post_per_layer_input_norm = WideRMSNorm(width, eps, dtype)
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
         self.cache_source = None if index in config.cached_layers else config.cache_source(index)
         self.shares_choice = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -103,6 +104,18 @@ def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
     return jax.nn.silu(gate) * up
 
 
+@dataclasses.dataclass(frozen=True)
+class LimitedSwiglu:
+    """Activation of DeepSeek-V4: silu(gate) · up, where gate and up are the halves of the columns. Before it, gate is
+    clamped to at most `limit`, and up to [-limit, limit]."""
+
+    limit: float
+
+    def __call__(self, gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+
+
 def geglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
     """Return gelu(gate) · up [*rows, F], where gate and up are the halves of the 2F columns (Shazeer,
     arXiv:2002.05202). GELU is its tanh approximation."""
@@ -126,6 +139,14 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.weight[...][None, :] * rms_scaled(x, self.eps).astype(x.dtype)
+
+
+class WideRMSNorm(RMSNorm):
+    """RMS norm whose product with the weight is computed in float32."""
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
+        return (rms_scaled(x, self.eps) * weight).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -47,6 +47,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import CacheSpec, HeadWindow, parallel
 from pallas_attn.models.config import (
     DeepSeekConfig,
+    DeepseekV4Config,
     Gemma4Config,
     HeadsConfig,
     HeadWindows,
@@ -231,10 +232,16 @@ def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Confi
     Raises:
       ValueError: the number of devices does not divide the heads (`pallas_attn.parallel.head_split`) or a hidden width,
         or the mesh splits experts of a model without experts.
-      NotImplementedError: the axis `context` is larger than 1, and the model has windows or sparse attention.
+      NotImplementedError: the axis `context` is larger than 1, and the model has windows or sparse attention; or a
+        DeepSeek-V4 model.
     """
     if mesh is None:
         return config
+    if isinstance(config, DeepseekV4Config):
+        raise NotImplementedError(
+            f"mesh: expected none, the residual streams, hashed experts and entries of a {config.model_type} cannot be"
+            " split over devices"
+        )
     devices, columns = num_devices(mesh, COLUMNS), num_devices(mesh, EXPERT_COLUMNS)
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
     heads = split_heads(config, num_devices(mesh, HEADS))
@@ -312,7 +319,8 @@ def split_heads(config: ModelConfig, devices: int, kv_heads: int | None = None) 
     Raises:
       ValueError: the heads cannot be split over this number of devices.
     """
-    kv_heads = kv_heads or (1 if isinstance(config, DeepSeekConfig) else config.num_key_value_heads)
+    if kv_heads is None:
+        kv_heads = 1 if isinstance(config, DeepSeekConfig | DeepseekV4Config) else config.num_key_value_heads
     try:
         return parallel.head_split(config.num_attention_heads, kv_heads, devices)
     except ValueError as error:

@@ -2,13 +2,14 @@
 
 A `Decoder` has the weights. Caches are arguments and results of a call. A step is one call of the model on the packed
 new tokens of several sequences. The families differ in attention (`mla` or `gqa`), in the cache (`caches`) and in the
-mixture of experts (`pallas_attn.models.moe.layer`). Gemma 4 also has its own layers (`gemma`). All other code is
-shared.
+mixture of experts (`pallas_attn.models.moe.layer`). Gemma 4 (`gemma`) and DeepSeek-V4 (`deepseek_v4`) also have their
+own layers. All other code is shared.
 
-A cache group is a set of layers with equal attention windows. A cache slot is the index of a token's place in the
-cache: page · page size + offset. If the KV heads of a cache group have different windows, each head has its own pages,
-and a token has one cache slot per head. A decode plan assigns the pages of decode rows (newest tokens of sequences) to
-thread blocks. It is computed once per step for all layers of a cache group.
+A cache group is a set of layers with equal attention windows. A layer of DeepSeek-V4 is in several cache groups. A
+cache slot is the index of a token's place in the cache: page · page size + offset. If the KV heads of a cache group
+have different windows, each head has its own pages, and a token has one cache slot per head. A decode plan assigns the
+pages of decode rows (newest tokens of sequences) to thread blocks. It is computed once per step for all layers of a
+cache group.
 """
 
 from __future__ import annotations
@@ -26,19 +27,30 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig, ModelConfig, cache_groups
+from pallas_attn.models.config import (
+    DeepSeekConfig,
+    DeepseekV4Config,
+    Gemma4Config,
+    GQAConfig,
+    ModelConfig,
+    cache_groups,
+)
 from pallas_attn.models.decoder.caches import (
     QUANTISED,
     Caches,
+    CompressedCache,
     IndexedLatent,
     KVScales,
     LayerCache,
+    PageCount,
     allocate_caches,
     cache_spec,
 )
+from pallas_attn.models.decoder.deepseek_v4 import V4Inputs, V4Layer, V4Step, v4_inputs, v4_step
 from pallas_attn.models.decoder.gemma import GemmaInputs, GemmaLayer, PerLayerInputs, gemma_inputs, scaled_embedding
 from pallas_attn.models.decoder.gqa import GQA, GQAStep, plan_step
-from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm
+from pallas_attn.models.decoder.hyper_connections import StreamHead
+from pallas_attn.models.decoder.layers import MLP, Linear, RMSNorm, WideRMSNorm
 from pallas_attn.models.decoder.mesh import (
     COLUMNS,
     CONTEXT,
@@ -59,13 +71,13 @@ from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import StepMetadata
 from pallas_attn.models.moe.layer import BiasedMoE, MoE
 
-type AttentionStep = list[Part] | GQAStep
+type AttentionStep = list[Part] | GQAStep | V4Step
 """Inputs of attention that the layers of a cache group share in a step: metadata and decode plans. A list of the parts
-of the step for MLA, `GQAStep` for GQA."""
+of the step for MLA, `GQAStep` for GQA, `V4Step` for DeepSeek-V4."""
 
-type SharedInputs = CosSin | GemmaInputs
+type SharedInputs = CosSin | GemmaInputs | V4Inputs
 """Inputs that depend only on the tokens of a step and their positions: cosines and sines of rotation angles; for Gemma
-4 `GemmaInputs`."""
+4 `GemmaInputs`, for DeepSeek-V4 `V4Inputs`."""
 
 type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
 """For the layers of a cache group: cache slots of a step's tokens, and metadata and decode plans of attention."""
@@ -175,7 +187,9 @@ class Decoder(nnx.Module):
         layers = range(part.num_hidden_layers)
         self.layers = nnx.List([_layer(part, i, settings, dtype, self.mesh) for i in layers])
         self.per_layer_inputs = _per_layer_inputs(config, part, dtype)
-        self.norm = RMSNorm(part.hidden_size, part.rms_norm_eps, dtype)
+        is_v4 = isinstance(part, DeepseekV4Config)
+        self.stream_head = StreamHead(part) if is_v4 else None
+        self.norm = (WideRMSNorm if is_v4 else RMSNorm)(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 
     def __call__(
@@ -204,14 +218,26 @@ class Decoder(nnx.Module):
 
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
-    ) -> tuple[Float32[Array, "n V"], Caches, Float[Array, "T D"]]:
-        """Run a step like `__call__`, and also return the hidden states of all tokens after the final norm.
+    ) -> tuple[Float32[Array, "n V"], Caches, Float[Array, "T width"]]:
+        """Run a step like `__call__`, and also return the hidden states of all tokens after the final norm. For
+        DeepSeek-V4, a hidden state has all residual streams of a token before the final norm, [N · D].
 
         The logits are computed from these hidden states. Multi-token prediction (`mtp`) uses them as its input.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
-        hidden = self.norm(x)
-        return self.logits(hidden[metadata.logit_rows]), caches, hidden
+        hidden = self.norm(x) if self.stream_head is None else x.reshape(x.shape[0], -1)
+        return self.hidden_logits(hidden[metadata.logit_rows]), caches, hidden
+
+    @property
+    def hidden_width(self) -> int:
+        """Number of columns of a hidden state of `with_hidden`."""
+        return self.config.hidden_size * (self.config.hc_mult if isinstance(self.config, DeepseekV4Config) else 1)
+
+    def hidden_logits(self, hidden: Float[Array, "n width"]) -> Float32[Array, "n V"]:
+        """Return the logits, given hidden states of `with_hidden`."""
+        if not isinstance(self.config, DeepseekV4Config):
+            return self.logits(hidden)
+        return self.logits(self._final_hidden(hidden.reshape(hidden.shape[0], self.config.hc_mult, -1)))
 
     def _apply_layers(
         self,
@@ -219,7 +245,7 @@ class Decoder(nnx.Module):
         caches: Caches,
         metadata: StepMetadata,
         rows: Int32[Array, "n"] | None = None,
-    ) -> tuple[Float[Array, "T D"] | Float[Array, "n D"], Caches]:
+    ) -> tuple[Float[Array, "T *streams D"] | Float[Array, "n *streams D"], Caches]:
         """Embed the tokens and apply all layers.
 
         Args:
@@ -271,7 +297,10 @@ class Decoder(nnx.Module):
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
-        """Index of the cache group of each layer, whose cache it writes or only reads."""
+        """Index of the cache group of each layer, whose cache it writes or only reads. For DeepSeek-V4, the cache group
+        of its window."""
+        if isinstance(self.part, DeepseekV4Config):
+            return dict.fromkeys(range(self.part.num_hidden_layers), 0)  # one `V4Step` has the tables of all groups
         groups = {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
         if not isinstance(self.part, Gemma4Config):
             return groups
@@ -279,7 +308,7 @@ class Decoder(nnx.Module):
 
     def begin(
         self, tokens: Int32[Array, "T"], cache: LayerCache, metadata: StepMetadata
-    ) -> tuple[Float[Array, "T D"], Any, Sequence[GroupStep]]:
+    ) -> tuple[Float[Array, "T *streams D"], Any, Sequence[GroupStep]]:
         """Compute the inputs that the layers of a step share. Raises the errors of `__call__`.
 
         Args:
@@ -288,8 +317,8 @@ class Decoder(nnx.Module):
           metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          Embeddings of the tokens; inputs of all layers (`SharedInputs`); and for each cache group the cache slots,
-          metadata and decode plans.
+          Embeddings of the tokens (for DeepSeek-V4, a copy for each residual stream); inputs of all layers
+          (`SharedInputs`); and for each cache group the cache slots, metadata and decode plans.
         """
         if self.mesh is not None:
             check_inside_shard_map()
@@ -301,6 +330,9 @@ class Decoder(nnx.Module):
         if isinstance(self.config, Gemma4Config):
             ple = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, x)
             inputs = gemma_inputs(self.config, metadata.positions, ple)
+        elif isinstance(self.config, DeepseekV4Config):
+            inputs = v4_inputs(self.config, tokens, metadata.positions)
+            x = jnp.broadcast_to(x[:, None], (x.shape[0], self.config.hc_mult, x.shape[1]))
         else:
             inputs = rope_table(self.config, metadata.positions)
         return x, inputs, self._group_steps(metadata, cache)
@@ -310,9 +342,13 @@ class Decoder(nnx.Module):
         steps = self._attention_steps(metadata, cache)
         return [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
-    def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
+    def finish(self, x: Float[Array, "T *streams D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
         """Return the logits of the tokens `logit_rows`, given the output x of the last layer."""
-        return self.logits(self.norm(x[logit_rows]))
+        return self.logits(self._final_hidden(x[logit_rows]))
+
+    def _final_hidden(self, x: Float[Array, "n *streams D"]) -> Float[Array, "n D"]:
+        """Return the hidden states after the final norm, given the output of the last layer."""
+        return self.norm(x if self.stream_head is None else self.stream_head(x))
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Return the embeddings of tokens."""
@@ -334,12 +370,14 @@ class Decoder(nnx.Module):
                 return [plan_rows(parts, config, self.settings, cache, self.embed_tokens.dtype, self.contexts)]
             case (GQAConfig() | Gemma4Config()) as config, PagedKV() as cache:
                 return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype, self.contexts)
+            case DeepseekV4Config() as config, CompressedCache() as cache:
+                return [v4_step(config, metadata, cache.window.page_size)]
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} model cannot attend to a {type(cache).__name__}")
 
     def cache_spec(
         self,
-        num_pages: int,
+        num_pages: PageCount,
         page_size: int,
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
@@ -375,19 +413,19 @@ class Decoder(nnx.Module):
 
     def cache_specs(
         self,
-        num_pages: int | Sequence[int],
+        num_pages: int | Sequence[PageCount],
         page_size: int,
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> list[CacheSpec]:
         """Return the result of `cache_spec` for each layer. `num_pages` is one number for all layers, or a sequence
-        with one number per layer."""
-        pages = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
+        with one entry per layer."""
+        pages: Sequence[PageCount] = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         return [self.cache_spec(n, page_size, dtype, scales, layer=layer) for layer, n in enumerate(pages)]
 
     def allocate_caches(
         self,
-        num_pages: int | Sequence[int],
+        num_pages: int | Sequence[PageCount],
         page_size: int,
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
@@ -420,7 +458,9 @@ def _per_layer_inputs(config: ModelConfig, part: ModelConfig, dtype: DTypeLike) 
 
 
 def _layer(config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None) -> Any:
-    """Make a `GemmaLayer` or a `DecoderLayer`. Arguments as in `DecoderLayer`."""
+    """Make a `V4Layer`, a `GemmaLayer` or a `DecoderLayer`. Arguments as in `DecoderLayer`."""
+    if isinstance(config, DeepseekV4Config):
+        return V4Layer(config, index, settings, dtype)
     if isinstance(config, Gemma4Config):
         return GemmaLayer(config, index, settings, dtype, mesh)
     return DecoderLayer(config, index, settings, dtype, mesh)
@@ -480,19 +520,19 @@ def check_inside_shard_map() -> None:
 
 def apply_layers(
     layers: Sequence[Any],
-    x: Float[Array, "T D"],
+    x: Float[Array, "T *streams D"],
     inputs: SharedInputs,
     caches: Caches,
     steps: Sequence[GroupStep],
     choice: Choice | None = None,
     *,
     earlier: Mapping[int, LayerCache] = MappingProxyType({}),
-) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
+) -> tuple[Float[Array, "T *streams D"], Caches, Choice | None]:
     """Apply consecutive layers.
 
     Args:
       layers: the layers.
-      x: hidden states before these layers.
+      x: hidden states before these layers; for DeepSeek-V4, of each residual stream [T, N, D].
       inputs: inputs from `Decoder.begin`. Per-layer embeddings are those of these layers.
       caches: cache of each layer.
       steps: cache slots, metadata and decode plans of attention for each layer, from `Decoder.begin`.
@@ -531,13 +571,13 @@ def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:
 def _apply_layer(
     graph: Any,
     state: Any,
-    x: Float[Array, "T D"],
+    x: Float[Array, "T *streams D"],
     inputs: SharedInputs,
     cache: LayerCache,
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
     step: AttentionStep,
     choice: Choice | None = None,
-) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
+) -> tuple[Float[Array, "T *streams D"], LayerCache, Choice | None]:
     """Apply a layer as a pure function of its graph definition and weights, so that jit compiles equal layers once."""
     return nnx.merge(graph, state)(x, inputs, cache, slots, step, choice)
 

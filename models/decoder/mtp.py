@@ -41,7 +41,7 @@ from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import StepMetadata
 
 type MTPCaches = tuple[LatentCache, ...]
-"""Latent cache of each module."""
+"""Latent cache of each module. The modules of DeepSeek-V4 have tuples of `CompressedCache` in their place."""
 
 
 class MTPModule(nnx.Module):
@@ -74,13 +74,18 @@ class MTP(nnx.Module):
 
     Attributes:
       config, part, settings, mesh, contexts: attributes of the model, see `Decoder`.
+      hidden_width: columns of a hidden state.
       embed_tokens, lm_head: embedding and output head of the model, not copies.
       depths: the modules. After the decoder has computed the next token, module 0 drafts the token after it, module 1
         the token after this draft, and so on.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
-        self.config, self.part, self.settings = require_mtp(model.config), require_mtp(model.part), model.settings
+        config, part = require_mtp(model.config), require_mtp(model.part)
+        if not isinstance(config, DeepSeekConfig) or not isinstance(part, DeepSeekConfig):
+            raise ValueError(f"model: expected a model of DeepSeek-V2 to V3.2 or GLM-5, got a {config.model_type}")
+        self.config, self.part, self.settings = config, part, model.settings
+        self.hidden_width = model.hidden_width
         self.mesh, self.contexts = model.mesh, model.contexts
         self.embed_tokens, self.lm_head = model.embed_tokens, model.lm_head
         self.depths = nnx.List(depths)

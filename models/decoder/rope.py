@@ -26,11 +26,16 @@ type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     """Return the frequency of each rotated pair: its angle per position in radians, float32 [R / 2]. For Gemma 4, the
     pairs are columns of local layers."""
-    width = config.rotary_dim
-    frequencies = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    if config.rope_scaling is not None:
-        unscaled = _unscaled_share(config.rope_scaling, config.rope_theta, width)
-        frequencies = frequencies * (unscaled + (1 - unscaled) / config.rope_scaling.factor)
+    return scaled_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+
+
+def scaled_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> Float32[np.ndarray, "half"]:
+    """Return the frequency of each pair of R = `width` rotated columns, float32 [R / 2], given the base and the scaling
+    of the rotary embedding."""
+    frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    if scaling is not None:
+        unscaled = _unscaled_share(scaling, theta, width)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling.factor)
     return frequencies.astype(np.float32)
 
 
@@ -75,6 +80,20 @@ def rotate(
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_pairs(
+    x: Float[Array, "T *heads D"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
+) -> Float[Array, "T *heads D"]:
+    """Rotate the last R columns of every token and head in interleaved pairs: pair i is columns 2i and 2i + 1 of these
+    R columns. Other columns do not change. It is computed in float32; the result has the dtype of x."""
+    plain, rotated = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
+    heads = tuple(range(1, x.ndim - 1))
+    cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
+    pairs = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([plain, turned.reshape(rotated.shape).astype(x.dtype)], axis=-1)
 
 
 def halves_order(width: int) -> np.ndarray:

@@ -13,12 +13,20 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from pallas_attn import PAGE_NONE
+from pallas_attn.models.config import DeepseekV4Config, ModelConfig
 from pallas_attn.models.decoder.caches import Caches
 from pallas_attn.models.decoder.model import Step
 from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
 
 PAGE_SIZE = 64
 """Tokens per page of the sequence's cache."""
+
+
+def page_size_of(config: ModelConfig, least: int = PAGE_SIZE) -> int:
+    """Return the smallest supported number of tokens per page that is at least `least`. Pages of DeepSeek-V4 have whole
+    entries; other models support every size."""
+    unit = config.page_unit if isinstance(config, DeepseekV4Config) else 1
+    return -(-least // unit) * unit
 
 
 def pad_tokens(tokens: Sequence[int]) -> Int32[np.ndarray, "T"]:
@@ -41,9 +49,10 @@ def run_sequence(
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
     logit_rows: Int32[Array, "n"],
+    page_size: int = PAGE_SIZE,
 ) -> tuple[Float32[Array, "n V"], Caches]:
     """Run a padded sequence. Return the logits at some positions, and the filled caches, whose page i has the tokens
-    from position i · PAGE_SIZE on.
+    from position i · page_size on.
 
     Args:
       step, weights: the model as a function and its weights, from `split_model`.
@@ -51,9 +60,10 @@ def run_sequence(
       tokens: result of `pad_tokens`.
       num_tokens: number of tokens that are not padding.
       logit_rows: positions of the logits.
+      page_size: result of `page_size_of`.
     """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    num_pages = -(-tokens.shape[0] // PAGE_SIZE)
+    num_pages = -(-tokens.shape[0] // page_size)
     tables = GroupTables(
         slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
         decode_block_tables=jnp.zeros((0, 1), jnp.int32),
@@ -67,4 +77,4 @@ def run_sequence(
         prefill_kv_lens=num_tokens[None],
         logit_rows=logit_rows,
     )
-    return step(weights, tokens, allocate(num_pages, PAGE_SIZE), metadata)
+    return step(weights, tokens, allocate(num_pages, page_size), metadata)

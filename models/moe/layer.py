@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of DeepSeek-V2, V3, gpt-oss and Gemma 4.
+"""Mixture-of-experts layers of DeepSeek-V2, V3 and V4, gpt-oss and Gemma 4.
 
 Modules in reading order: this module (a layer: router, routed experts, shared experts), `router` (selects experts),
 `split_experts` (experts that are split over devices; `exchange` sends tokens between devices), `dispatch` (applies the
@@ -14,13 +14,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, GQAConfig
-from pallas_attn.models.decoder.layers import MLP, Linear, geglu
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, Gemma4Config, GQAConfig
+from pallas_attn.models.decoder.layers import MLP, LimitedSwiglu, Linear, geglu
 from pallas_attn.models.decoder.mesh import ExpertSplit
 from pallas_attn.models.moe import dispatch
 from pallas_attn.models.moe.expert_gemms import hopper_all_experts
 from pallas_attn.models.moe.experts import ClampedSwiglu, Experts, SharedExperts
-from pallas_attn.models.moe.router import Router, ScaledRouter
+from pallas_attn.models.moe.router import HashRouter, Router, ScaledRouter
 from pallas_attn.models.moe.split_experts import routed_experts
 
 
@@ -121,3 +121,24 @@ class ScaledMoE(nnx.Module):
         chosen, weights = self.router(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...], activation=geglu)
         return routed_experts(normed, chosen, weights, experts, self.split, is_live)
+
+
+class HashedMoE(nnx.Module):
+    """Mixture of experts of DeepSeek-V4: routed experts, selected by scores or by the token id, and a shared expert
+    that is applied to every token. Gate and up projections are clamped."""
+
+    def __init__(self, config: DeepseekV4Config, index: int, dtype: DTypeLike):
+        """Make layer `index` with zero weights."""
+        width, hidden, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.activation = LimitedSwiglu(config.swiglu_limit)
+        self.gate = HashRouter(config, config.is_hashed(index))
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
+        self.shared_experts = MLP(width, hidden, dtype, self.activation)
+
+    def __call__(self, x: Float[Array, "T D"], tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """Apply the layer to tokens with these ids."""
+        chosen, weights = self.gate(x, tokens)
+        experts = Experts(self.gate_up_proj[...], self.down_proj[...], activation=self.activation)
+        y = routed_experts(x, chosen, weights, experts)
+        return y + jax.lax.optimization_barrier(self.shared_experts(x))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, Gemma4Config
 from pallas_attn.models.decoder.layers import project, rms_scaled
 
 MAX_COMPARISONS = 2**23
@@ -64,6 +64,43 @@ class ScaledRouter(nnx.Module):
         experts, weights = best_experts(scores, scores, config.top_k_experts)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return jax.lax.optimization_barrier((experts, weights * self.per_expert_scale[...][experts]))
+
+
+class HashRouter(nnx.Module):
+    """Router of DeepSeek-V4. Weights and scores are float32, independent of the model's dtype.
+
+    A layer selects experts by their scores plus a learned bias, or by the token id, with a table [vocab, k]. In both
+    cases the weights of the selected experts are their scores without the bias, normalised to a sum of 1 and scaled.
+    """
+
+    def __init__(self, config: DeepseekV4Config, is_hashed: bool):
+        self.config = config
+        experts, table = config.n_routed_experts, (config.vocab_size, config.num_experts_per_tok)
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, experts), jnp.float32))
+        self.bias = None if is_hashed else nnx.Param(jnp.zeros(experts, jnp.float32))
+        self.experts_of_tokens = nnx.Param(jnp.zeros(table, jnp.int32)) if is_hashed else None
+
+    def __call__(
+        self, x: Float[Array, "T D"], tokens: Int32[Array, "T"]
+    ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Return the k selected experts of each token, and the weights of their results."""
+        scores = _SCORES[self.config.scoring_func](project(x, self.weight[...]))
+        if self.experts_of_tokens is not None:
+            experts = self.experts_of_tokens[...][tokens]
+            weights = jnp.take_along_axis(scores, experts, axis=1)
+        else:
+            bias = 0.0 if self.bias is None else self.bias[...][None]
+            experts, weights = best_experts(scores + bias, scores, self.config.num_experts_per_tok)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return jax.lax.optimization_barrier((experts, weights * self.config.routed_scaling_factor))
+
+
+_SCORES = {
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+    "sigmoid": jax.nn.sigmoid,
+    "softmax": jax.nn.softmax,
+}
+"""Functions from router logits to scores of DeepSeek-V4."""
 
 
 def best_experts(
