@@ -9,8 +9,19 @@ from jax.sharding import Mesh
 
 from pallas_attn.models.checkpoints import load_config, load_model, random_model
 from pallas_attn.models.cli.command_line import as_usage_error
-from pallas_attn.models.config import GEMMA_PRESETS, GQA_PRESETS, PRESETS, ModelConfig, load_windows, with_windows
-from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention
+from pallas_attn.models.config import (
+    GEMMA_PRESETS,
+    GQA_PRESETS,
+    PRESETS,
+    V4_PRESETS,
+    ModelConfig,
+    load_windows,
+    with_windows,
+)
+from pallas_attn.models.decoder import AttentionSettings, Decoder, StepSizes, explain_attention, page_size_of
+
+DEFAULT_PAGE_SIZE = 16
+"""Tokens per page without --page-size, if the model supports it."""
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:
@@ -20,13 +31,19 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
       ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
       UsageError: the model does not support windows, or has another number of layers or KV heads.
     """
-    presets = PRESETS | GQA_PRESETS | GEMMA_PRESETS
+    presets = PRESETS | V4_PRESETS | GQA_PRESETS | GEMMA_PRESETS
     config = presets[options.random] if options.model is None else load_config(options.model)
     if options.head_windows is None:
         return config
     windows = load_windows(options.head_windows)
     with as_usage_error(ValueError, NotImplementedError, prefix="--head-windows: "):
         return with_windows(config, windows)
+
+
+def choose_page_size(options: argparse.Namespace, config: ModelConfig) -> None:
+    """Set `options.page_size` to its default, if --page-size is not given."""
+    if options.page_size is None:
+        options.page_size = page_size_of(config, DEFAULT_PAGE_SIZE)
 
 
 def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:

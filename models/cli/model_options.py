@@ -11,7 +11,10 @@ from pallas_attn.models import compilation_cache
 from pallas_attn.models.cli.command_line import UsageError
 from pallas_attn.models.compilation_cache import ENVIRONMENT_VARIABLE
 
-RANDOM_MODELS = ("v3-tiny", "v32-tiny", "glm-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma4-tiny")
+RANDOM_MODELS = (
+    *("v3-tiny", "v32-tiny", "v4-tiny", "glm-tiny", "v2-lite-tiny"),
+    *("qwen3-tiny", "gpt-oss-tiny", "gemma4-tiny"),
+)
 """Values of --random: names of configurations in `pallas_attn.models.config`."""
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}

@@ -35,7 +35,7 @@ from pallas_attn.models.cli.decode.options import (
 )
 from pallas_attn.models.cli.decode.sizes import engine_fields, rounded_up
 from pallas_attn.models.cli.mesh import add_mesh, mesh_of
-from pallas_attn.models.cli.model import load, name_of, read_config
+from pallas_attn.models.cli.model import choose_page_size, load, name_of, read_config
 from pallas_attn.models.cli.model_options import RANDOM_MODELS, add_compilation_cache, enable_compilation_cache
 from pallas_attn.models.cli.output_files import check_output
 from pallas_attn.models.cli.prefix_cache import load_prefixes, save_prefixes
@@ -129,6 +129,7 @@ def _server(options: argparse.Namespace) -> Server:
             options.model = model_folder(options.model, options.revision)
     with as_usage_error(ValueError, NotImplementedError, OSError, RuntimeError):
         config, defaults = announce_module(options, read_config(options)), _defaults(options)
+        choose_page_size(options, config)
         folder = options.model
         loaded = [] if folder is None else [load_tokenizer(folder) for _ in range(options.text_workers + 1)]
         tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]

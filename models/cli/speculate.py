@@ -10,7 +10,7 @@ from pathlib import Path
 from pallas_attn.models.checkpoints import load_model, load_mtp, random_mtp
 from pallas_attn.models.cli.command_line import UsageError, as_usage_error, decimal
 from pallas_attn.models.cli.model import dtype_of
-from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
 from pallas_attn.models.config.json_files import shown
 from pallas_attn.models.decoder import AttentionSettings, Decoder
 from pallas_attn.models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
@@ -74,8 +74,8 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
         metavar="KIND[:DIR][:N]",
         help="verify up to N drafts (guesses of the next tokens) per request and step, which changes no token. ngram:N"
         " proposes the tokens after an earlier occurrence of the newest tokens; mtp:N uses the multi-token prediction"
-        " module of DeepSeek-V3, mtp:N:M with M alternatives per position; draft:DIR:N uses a smaller model with the"
-        " same vocabulary"
+        " module of DeepSeek-V3 or V4, mtp:N:M with M alternatives per position; draft:DIR:N uses a smaller model with"
+        " the same vocabulary"
         f" (default: none; N: {NUM_DRAFTS})",
     )
 
@@ -114,7 +114,8 @@ def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelCo
     """Return the configuration of the model. If --speculate is mtp, a random model gets one prediction module, provided
     that its family has prediction modules."""
     option: SpeculateOption | None = options.speculate
-    if option is None or option.kind != "mtp" or options.model is not None or not isinstance(config, DeepSeekConfig):
+    has_modules = isinstance(config, DeepSeekConfig | DeepseekV4Config)
+    if option is None or option.kind != "mtp" or options.model is not None or not has_modules:
         return config
     return dataclasses.replace(config, num_nextn_predict_layers=1)
 

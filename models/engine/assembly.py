@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from pallas_attn.cache import GroupPools, PrefixCache
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, Gemma4Config
 from pallas_attn.models.decoder import Decoder, normal_mesh, split_model
 from pallas_attn.models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
 from pallas_attn.models.engine.config import EngineConfig, RunnerConfig
@@ -119,6 +119,9 @@ def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
     itemsize = model.embed_tokens[...].dtype.itemsize
     if isinstance(sizes, DeepSeekConfig):
         layers, experts, width = sizes.num_moe_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
+        chosen = sizes.num_experts_per_tok
+    elif isinstance(sizes, DeepseekV4Config):
+        layers, experts, width = sizes.num_hidden_layers, sizes.n_routed_experts, sizes.moe_intermediate_size
         chosen = sizes.num_experts_per_tok
     elif isinstance(sizes, Gemma4Config):
         layers, experts, width = sizes.num_hidden_layers, sizes.num_experts, sizes.moe_intermediate_size

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from pallas_attn.models.decoder import KVScales, StepSizes, normal_mesh
+from pallas_attn.models.decoder.caches import PageCount
 from pallas_attn.models.decoder.mesh import DATA
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.logit_edits import LogitsProcessor
@@ -313,7 +314,11 @@ class RunnerConfig:
         shapes = self.table_shapes(0)
         return tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
 
-    def layer_pages(self, num_layers: int) -> list[int]:
-        """Number of pages of each layer's cache."""
-        pages = {layer: group.num_pages for group in self.groups or () for layer in group.layers}
-        return [pages.get(layer, self.num_pages) for layer in range(num_layers)]
+    def layer_pages(self, num_layers: int) -> list[PageCount]:
+        """Number of pages of each layer's cache: a tuple if the layer is in several cache groups."""
+        pages: dict[int, list[int]] = {}
+        for group in self.groups or ():
+            for layer in group.layers:
+                pages.setdefault(layer, []).append(group.num_pages)
+        counts = (pages.get(layer, [self.num_pages]) for layer in range(num_layers))
+        return [of_groups[0] if len(of_groups) == 1 else tuple(of_groups) for of_groups in counts]

@@ -1,6 +1,7 @@
 """Division of the cache memory between the cache groups of a model.
 
-A cache group is a set of layers with equal attention windows, which share a page pool. A sequence needs fewer pages in
+A cache group is a set of layers with equal attention windows, which share a page pool. A layer of DeepSeek-V4 is in
+several groups. A sequence needs fewer pages in
 a group with windows, because pages before the windows are recycled: released while the sequence runs. If layers have
 keys of different widths, a page of a layer with wider keys takes more memory.
 """
@@ -14,7 +15,15 @@ from fractions import Fraction
 
 from pallas_attn import FULL
 from pallas_attn.cache import GroupPools, HeadPagePool
-from pallas_attn.models.config import CacheGroup, DeepSeekConfig, HeadWindows, LayerWindow, ModelConfig, cache_groups
+from pallas_attn.models.config import (
+    CacheGroup,
+    DeepSeekConfig,
+    DeepseekV4Config,
+    HeadWindows,
+    LayerWindow,
+    ModelConfig,
+    cache_groups,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +37,19 @@ class GroupSizes:
       head_wise: whether the KV heads have different windows. If True, pages are allocated per head: block tables [B,
         Hkv, P] have page rows (one page of one KV head). If False, block tables [B, P] have page ids.
       num_pages: number of pages of each layer.
+      caches: names of the caches of each layer that are in this group, if a layer has caches in several groups; empty
+        for the whole cache of a layer.
     """
 
     layers: tuple[int, ...]
     heads: HeadWindows
     head_wise: bool
     num_pages: int
+    caches: tuple[str, ...] = ()
+
+    def has_array(self, name: str) -> bool:
+        """Return whether an array of a layer's cache, named as in its `CacheSpec`, is in this group."""
+        return not self.caches or name.split(".")[0] in self.caches
 
     @property
     def num_heads(self) -> int:
@@ -98,7 +114,9 @@ def group_sizes(
     too_long = bisect.bisect_left(lengths, True, key=lambda pages: share(pages)[0] < max_num_seqs)
     sequences, held, chunk = share(max(too_long, 1))
     return tuple(
-        GroupSizes(group.layers, seen, isinstance(group.window, HeadWindows), max(int(c + sequences * h), 1))
+        GroupSizes(
+            group.layers, seen, isinstance(group.window, HeadWindows), max(int(c + sequences * h), 1), group.caches
+        )
         for group, seen, c, h in zip(groups, heads, chunk, held, strict=True)
     )
 
@@ -146,7 +164,9 @@ def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: 
 
 def _page_weights(config: ModelConfig, groups: Sequence[CacheGroup]) -> list[int]:
     """Return for each group the memory of one page in all of its layers, in units that all groups share: layers, or
-    numbers of values per token if layers have different numbers."""
+    numbers of values per token if layers have different numbers; for DeepSeek-V4, bytes."""
+    if isinstance(config, DeepseekV4Config):
+        return [*map(config.page_bytes, range(len(groups)))]
     if isinstance(config, DeepSeekConfig):
         return [len(group.layers) for group in groups]
     heads = [config.kv_heads(group.layers[0]) for group in groups]

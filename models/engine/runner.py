@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
+from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder import Caches, Decoder, over_mesh, with_settings
 from pallas_attn.models.decoder.mesh import DATA, cache_partition
 from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM
@@ -108,8 +109,10 @@ class Runner:
         """Return how long steps are split into several programs; None if they are single programs."""
         config = self._config
         # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
-        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
+        # layers' inputs would need shardings; batch-invariant steps must all be the same program; and the caches of a
+        # layer of DeepSeek-V4 belong to several cache groups.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
+        is_whole = is_whole or isinstance(model.config, DeepseekV4Config)
         # A proposer may need the hidden states of all tokens. Batch-invariant steps all have the same shapes.
         needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant

@@ -60,6 +60,7 @@ from pallas_attn.models.decoder import (
     Step,
     over_mesh,
     pad_tokens,
+    page_size_of,
     power_of_two,
     run_sequence,
     specs_of,
@@ -341,7 +342,7 @@ class PlainRun:
         exact_dtype = cache_dtype if is_quantised else jnp.float32
         dtypes = (exact_dtype, cache_dtype) if self.rounds else (exact_dtype,)
         allocate = [functools.partial(model.allocate_caches, dtype=dtype, scales=kv_scales) for dtype in dtypes]
-        choose: Callable[..., Any] = functools.partial(_choose, step, allocate)
+        choose: Callable[..., Any] = functools.partial(_choose, step, allocate, page_size_of(model.config))
         self._mesh = model.mesh
         if model.mesh is not None:
             everywhere = PartitionSpec()
@@ -455,6 +456,7 @@ def _rounding(output: Sequence[int], choices: Choices) -> tuple[RoundingLoss, Di
 def _choose(
     step: Step,
     allocate: Sequence[Callable[[int, int], Caches]],
+    page_size: int,
     weights: list[Array],
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
@@ -469,6 +471,7 @@ def _choose(
       step: the model as a function (weights, tokens, caches, metadata) -> (logits, caches), from `split_model`.
       allocate: functions (num_pages, page_size) that allocate a cache: for the float32 run, and, unless the model is in
         float32, for the run in the model's dtype.
+      page_size: tokens per page of these caches.
       weights: the model's weights.
       tokens: prompt and output, padded.
       num_tokens: number of tokens that are not padding.
@@ -482,12 +485,12 @@ def _choose(
     """
     exact_weights = [w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w for w in weights]
     with jax.default_matmul_precision("highest"):  # the default on GPUs rounds float32 operands to TF32
-        exact, _ = run_sequence(step, exact_weights, allocate[0], tokens, num_tokens, rows)
+        exact, _ = run_sequence(step, exact_weights, allocate[0], tokens, num_tokens, rows, page_size)
     wanted, margins = sample(exact, sampling)
     lost = losses(exact, sampling, following)
     if len(allocate) == 1:
         return wanted, margins, lost
-    rounded, _ = run_sequence(step, weights, allocate[1], tokens, num_tokens, rows)
+    rounded, _ = run_sequence(step, weights, allocate[1], tokens, num_tokens, rows, page_size)
     noise = rounded - exact  # [n, V]
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
 

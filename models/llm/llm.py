@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_attn.models.checkpoints import Tokenizer, load_model, load_tokenizer
 from pallas_attn.models.compilation_cache import enable_compilation_cache
-from pallas_attn.models.decoder import AttentionSettings, Decoder
+from pallas_attn.models.decoder import AttentionSettings, Decoder, page_size_of
 from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, TokenFilter
 from pallas_attn.models.engine.outputs import RequestId
 from pallas_attn.models.engine.request import NONFINITE, FinishReason, as_integers
@@ -88,6 +88,8 @@ class LLM:
         if config.batch_invariant:
             settings = dataclasses.replace(settings, batch_invariant=True)
         decoder = load_model(folder, None if dtype == "auto" else dtype, settings, mesh=config.mesh)
+        if "page_size" not in options:
+            config = dataclasses.replace(config, page_size=page_size_of(decoder.config, config.page_size))
         self._start(decoder, config, tokenizer)
 
     @classmethod

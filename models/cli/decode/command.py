@@ -45,7 +45,7 @@ from pallas_attn.models.cli.decode.report import (
 )
 from pallas_attn.models.cli.decode.sizes import CHAT_TOKENS, engine_config
 from pallas_attn.models.cli.mesh import mesh_of
-from pallas_attn.models.cli.model import dtype_of, implementations, load, name_of, read_config
+from pallas_attn.models.cli.model import choose_page_size, dtype_of, implementations, load, name_of, read_config
 from pallas_attn.models.cli.model_options import enable_compilation_cache
 from pallas_attn.models.cli.output_files import is_replaced
 from pallas_attn.models.cli.prefix_cache import load_prefixes, save_prefixes
@@ -101,6 +101,7 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = announce_module(options, read_config(options))
+        choose_page_size(options, config)
         if options.index_topk is not None and not config.is_sparse:
             raise UsageError(f"--index-topk: a {config.model_type} attends to all keys")
         tokenizer = None if options.model is None else load_tokenizer(options.model)

@@ -235,7 +235,9 @@ DEFAULT_SIZES = {
 
 def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str]) -> None:
     """Add the options of the engine. `default_sizes` has the description of the default of each size."""
-    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (default: 16)")
+    group.add_argument(
+        "--page-size", type=int, metavar="N", help="tokens per page (default: 16, or the smallest of the model)"
+    )
     group.add_argument(
         "--num-pages",
         type=int,

@@ -64,7 +64,7 @@ class CacheRows:
             f"{layer}.{name}": (shape(a), np.dtype(a.dtype))
             for layer in group.layers
             for name, a in self._specs[layer].arrays.items()
-            if len(a.shape) > 2  # static scales have no pages
+            if len(a.shape) > 2 and group.has_array(name)  # static scales have no pages
         }
         return RowFormat(group.num_heads, paged)
 
@@ -83,7 +83,7 @@ class CacheRows:
         split = self._split_of(group)
         if split is not None:
             return split.read(caches, group.layers, group.head_wise, rows, rank)
-        return read_rows(caches, group.layers, group.head_wise, rows)
+        return read_rows(caches, group, rows)
 
     def write(
         self,
@@ -99,9 +99,10 @@ class CacheRows:
           caches, group, rows, rank: see `read`.
           contents: contents of the rows, in the format that `read` returns.
         """
-        of_rows = (caches, group.layers, group.head_wise, rows, contents)
         split = self._split_of(group)
-        return write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
+        if split is None:
+            return write_rows(caches, group, rows, contents)
+        return split.write(caches, group.layers, group.head_wise, rows, contents, rank)
 
     def write_layer(
         self,

@@ -361,21 +361,18 @@ ROWS_PER_COPY = 128
 """Number of page rows per copy. The size is fixed so that copies of any number of rows use one compiled program."""
 
 
-def read_rows(
-    caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"]
-) -> dict[str, np.ndarray]:
-    """Copy page rows of some layers from one device to the host.
+def read_rows(caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"]) -> dict[str, np.ndarray]:
+    """Copy page rows of a cache group from one device to the host.
 
     Args:
       caches: caches of all layers.
-      layers: indices of the layers, all of one cache group.
-      head_wise: whether a page row holds one head.
+      group: the cache group.
       rows: row numbers.
 
     Returns:
       Contents of the rows, [n, ...], by "layer.array".
     """
-    arrays = paged(caches, layers)
+    arrays, head_wise = _of_group(caches, group), group.head_wise
     chunks = [_gather(arrays, chunk, head_wise) for chunk in in_chunks(rows, 0)]  # start all copies before reading one
     read = [jax.device_get(chunk) for chunk in chunks] or [
         {name: np.zeros((0, *a.shape[2 if head_wise else 1 :]), a.dtype) for name, a in arrays.items()}
@@ -384,23 +381,19 @@ def read_rows(
 
 
 def write_rows(
-    caches: Caches,
-    layers: Sequence[int],
-    head_wise: bool,
-    rows: Int32[np.ndarray, "n"],
-    contents: Mapping[str, np.ndarray],
+    caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
 ) -> Caches:
-    """Write page rows of some layers in place, and return the new caches.
+    """Write page rows of a cache group in place, and return the new caches.
 
     Args:
-      caches, layers, head_wise, rows: see `read_rows`.
+      caches, group, rows: see `read_rows`.
       contents: contents of the rows, in the format that `read_rows` returns.
     """
-    arrays = paged(caches, layers)
+    arrays = _of_group(caches, group)
     for start, chunk in zip(range(0, len(rows), ROWS_PER_COPY), in_chunks(rows, np.iinfo(np.int32).max), strict=True):
         new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
-        arrays = _scatter(arrays, chunk, new, head_wise)
-    return with_paged(caches, layers, arrays)
+        arrays = _scatter(arrays, chunk, new, group.head_wise)
+    return with_paged(caches, group.layers, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -532,6 +525,11 @@ def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
 def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
     """Return the arrays of some layers that consist of page rows, by "layer.array"."""
     return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
+
+
+def _of_group(caches: Caches, group: GroupSizes) -> dict[str, jax.Array]:
+    """Return the arrays of a cache group that consist of page rows, by "layer.array"."""
+    return {n: a for n, a in paged(caches, group.layers).items() if group.has_array(n.partition(".")[2])}
 
 
 def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.Array]) -> Caches:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
 from pallas_attn import parallel
-from pallas_attn.models.config import DeepSeekConfig, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
 from pallas_attn.models.decoder import Caches, over_mesh, specs_of
 from pallas_attn.models.decoder.mesh import AXES, COLUMNS, CONTEXT, DATA, HEADS, num_devices, splits_heads
 from pallas_attn.models.engine.kv_transfer.cached_pages import (
@@ -56,7 +56,7 @@ class SplitRows:
         self._contexts = 1 if self._splits_heads else self._contexts
         self._devices = num_devices(mesh, COLUMNS if self._splits_heads else HEADS)
         self._heads = None  # for latents, which have no head axis: devices along `HEADS` have equal copies
-        if not isinstance(config, DeepSeekConfig):
+        if not isinstance(config, DeepSeekConfig | DeepseekV4Config):
             devices, kv_heads = self._devices, config.kv_heads(layer).num_heads
             self._heads = parallel.head_split(config.num_attention_heads, kv_heads, devices)
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, UInt32
 
-from pallas_attn.models.config import DeepSeekConfig, Gemma4Config, ModelConfig
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, Gemma4Config, ModelConfig
 from pallas_attn.models.decoder import Decoder
 from pallas_attn.models.decoder.mesh import DATA, EXPERT_COLUMNS, EXPERTS, num_devices, number_along
 from pallas_attn.models.engine.kv_transfer.cached_pages import digest_of
@@ -117,7 +117,7 @@ def _split_over(weight: Array) -> tuple[str, ...]:
 
 def _joined_widths(name: str, size: int, config: ModelConfig) -> tuple[int, ...]:
     """Return the widths of projections that are joined in one weight, such as queries, keys and values."""
-    if "qkv_proj" in name and not isinstance(config, DeepSeekConfig):
+    if "qkv_proj" in name and not isinstance(config, DeepSeekConfig | DeepseekV4Config):
         layer = int(name.split(".")[1])  # "layers.<layer>.self_attn.qkv_proj.weight"
         kv_heads, width = config.kv_heads(layer)
         queries, keys = config.num_attention_heads * width, kv_heads * width

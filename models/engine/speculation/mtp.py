@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn import PAGE_NONE
 from pallas_attn.models.config import ModelConfig
-from pallas_attn.models.decoder import MTP, StepMetadata, split_module
+from pallas_attn.models.decoder import MTP, V4MTP, StepMetadata, split_module
 from pallas_attn.models.decoder.mesh import ExpertSplit, bytes_on_device
 from pallas_attn.models.decoder.mtp import MTPCaches
 from pallas_attn.models.engine.sampler import best
@@ -30,8 +30,9 @@ class MTPState:
 
     Attributes:
       caches: the module's caches. They have the same pages and block tables as the caches of the target.
-      hidden: [request slots, D], output of the module for the position before the newest token of each running request
-        (a request slot is the index of a running request). The logits of the first draft are computed from it.
+      hidden: [request slots, D] (N · D columns for DeepSeek-V4), output of the module for the position before the
+        newest token of each running request (a request slot is the index of a running request). The logits of the
+        first draft are computed from it.
     """
 
     caches: MTPCaches
@@ -63,7 +64,7 @@ class MTPProposer(Proposer):
 
     needs_hidden = True
 
-    def __init__(self, mtp: MTP, alternatives: int = 1):
+    def __init__(self, mtp: MTP | V4MTP, alternatives: int = 1):
         """Use the module's weights without a copy.
 
         Args:
@@ -90,9 +91,9 @@ class MTPProposer(Proposer):
 
     def allocate(self, sizes: ProposerSizes) -> MTPState:
         """Allocate empty caches and hidden states."""
-        caches = self._mtp.allocate_caches(sizes.groups[0].num_pages, sizes.page_size, sizes.cache_dtype)
+        caches: Any = self._mtp.allocate_caches(sizes.groups[0].num_pages, sizes.page_size, sizes.cache_dtype)
         embedding = self._mtp.embed_tokens[...]
-        return MTPState(caches, jnp.zeros((sizes.max_num_seqs, embedding.shape[1]), embedding.dtype))
+        return MTPState(caches, jnp.zeros((sizes.max_num_seqs, self._mtp.hidden_width), embedding.dtype))
 
     def depth(self, num_drafts: int) -> int:
         """Return the number of positions that `num_drafts` drafts cover: num_drafts / alternatives, rounded up."""
@@ -135,7 +136,8 @@ class MTPProposer(Proposer):
         self, weights: Any, next_tokens: Array, hidden: Array, caches: MTPCaches, metadata: StepMetadata
     ) -> tuple[Array, MTPCaches]:
         """Run the module and write its caches. Negative next tokens (padding, or NONFINITE) are replaced by token 0."""
-        return self._rebuild(weights)(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
+        mtp: Any = self._rebuild(weights)
+        return mtp(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
 
     def _choose(
         self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int
@@ -145,7 +147,7 @@ class MTPProposer(Proposer):
         return best(self._rebuild(weights).logits(hidden), sampling, self._alternatives)
 
 
-def _draft_bytes(mtp: MTP) -> int:
+def _draft_bytes(mtp: MTP | V4MTP) -> int:
     """Return the bytes of weights that a device reads to make one draft: the output head, and the module without the
     experts that a token does not select."""
     config, (module,) = mtp.part, mtp.depths

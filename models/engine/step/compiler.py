@@ -229,7 +229,7 @@ class StepCompiler:
         return self._shape(jnp.int32, PackedStep.size(self._config, bucket))
 
     def _hidden_shape(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        return self._shape(self._model.embed_tokens.dtype, num_tokens, self._model.config.hidden_size)
+        return self._shape(self._model.embed_tokens.dtype, num_tokens, self._model.hidden_width)
 
     def _draft_shapes(self, bucket: Bucket) -> Drafts | None:
         """Shapes of the result of `propose`; None for a bucket without drafts."""
@@ -259,8 +259,8 @@ class StepCompiler:
         return speculate is not None and speculate.proposer.makes_trees and has_drafts(bucket)
 
     def _logits_of(self, weights: Any, hidden: Array) -> Array:
-        """Return the logits of hidden states after the final norm."""
-        return self._rebuild(weights).logits(hidden)
+        """Return the logits of hidden states of `Decoder.with_hidden`."""
+        return self._rebuild(weights).hidden_logits(hidden)
 
     @property
     def proposer_weights(self) -> Any:
