@@ -63,6 +63,7 @@ def modules() -> tuple[Decoder, MTP]:
     norms = jnp.sqrt(jnp.mean(jnp.square(embedding), axis=1, keepdims=True))
     model.embed_tokens = nnx.Param(embedding / norms)  # so that the norm `enorm` does not change the embedding
     mtp = random_mtp(model)
+    assert isinstance(mtp, MTP)
     (module,) = mtp.depths
     width = LAYER.hidden_size
     module.enorm.weight[...] = jnp.ones(width)

@@ -81,9 +81,11 @@ def golden_case() -> Case:
     checkpoint = open_checkpoint(GOLDENS / GOLDEN)
     names = [name for name in checkpoint.tensors if not name.endswith("_scale_inv")]
     prompts, first = golden(GOLDEN).prompts, golden(GOLDEN)["tokens"]
+    mtp = load_mtp(GOLDENS / GOLDEN, model)
+    assert isinstance(mtp, MTP)
     return case(
         model,
-        load_mtp(GOLDENS / GOLDEN, model),
+        mtp,
         {name: checkpoint.read(name) for name in names},
         [[*prompt, int(tokens[0])] for prompt, tokens in zip(prompts, first, strict=True)],
     )
@@ -100,7 +102,9 @@ def random_case(config: DeepSeekConfig) -> Case:
         tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         tensors[f"model.layers.{i}.shared_head.head.weight"] = tensors["lm_head.weight"]
     tokens = np.random.default_rng(2).integers(0, config.vocab_size, (2, 20))
-    return case(model, random_mtp(model, seed=5), tensors, tokens.tolist())
+    mtp = random_mtp(model, seed=5)
+    assert isinstance(mtp, MTP)
+    return case(model, mtp, tensors, tokens.tolist())
 
 
 def case(model: Decoder, mtp: MTP, tensors: dict[str, np.ndarray], tokens: list[list[int]]) -> Case:
