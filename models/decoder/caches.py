@@ -112,7 +112,7 @@ class KVScales:
         Args:
           config: configuration of one device's part of the model.
         """
-        if isinstance(config, DeepSeekConfig):  # `cache_spec` raises
+        if isinstance(config, DeepSeekConfig | DeepseekV4Config):  # `cache_spec` raises
             return self
         heads = [config.kv_heads(layer).num_heads for layer in range(len(self.k))]
         k, v = (tuple(scale[:n] for scale, n in zip(scales, heads, strict=True)) for scales in (self.k, self.v))

@@ -435,7 +435,7 @@ class Decoder(nnx.Module):
         On a mesh, call this method inside `jax.shard_map`, where it returns the caches of one device.
         """
         specs = self.cache_specs(num_pages, page_size, dtype, scales)
-        if scales is None or self.mesh is None or isinstance(self.config, DeepSeekConfig):
+        if scales is None or self.mesh is None or isinstance(self.config, DeepSeekConfig | DeepseekV4Config):
             return allocate_caches(self.config, specs, scales)
         return allocate_caches(self.part, specs, scales, own_kv_heads(self.config, num_devices(self.mesh, HEADS)))
 

@@ -28,15 +28,18 @@ from jaxtyping import Array, Float
 
 from pallas_attn.models.checkpoints import load_model
 from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
-from pallas_attn.models.config import DeepSeekConfig
-from pallas_attn.models.decoder import AttentionSettings, Decoder, pad_tokens, run_sequence, split_model
+from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config
+from pallas_attn.models.decoder import AttentionSettings, Decoder, pad_tokens, page_size_of, run_sequence, split_model
 from scripts.bench.harness import device
 from scripts.tools.wide_latents import save_wide
 
 ROOT = Path(__file__).parents[2]
 LATENT_CACHES = ("bfloat16", "float8_e4m3fn")
 KV_CACHES = (*LATENT_CACHES, "int8")
-"""Cache dtypes that are compared with the baseline: `LATENT_CACHES` for latents, `KV_CACHES` for keys and values."""
+V4_CACHES = ("bfloat16",)
+"""Cache dtypes that are compared with the baseline: `LATENT_CACHES` for latents, `KV_CACHES` for keys and values, and
+`V4_CACHES` for DeepSeek-V4, because the heads of the golden are too narrow for its fp8 format.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ def all_logits(model: Decoder, sequences: Sequence[Sequence[int]], cache_dtype: 
 
     @jax.jit
     def run(weights: list[Array], tokens: Array, num_tokens: Array, rows: Array) -> Array:
-        return run_sequence(step, weights, allocate, tokens, num_tokens, rows)[0]
+        return run_sequence(step, weights, allocate, tokens, num_tokens, rows, page_size_of(model.config))[0]
 
     found = []
     for sequence in sequences:
@@ -115,9 +118,10 @@ def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
             save_wide(golden, Path(directory))
             golden = Path(directory)
         model = load_model(golden, jnp.dtype(weights), settings)
-    is_latent = isinstance(model.config, DeepSeekConfig)
+    is_v4 = isinstance(model.config, DeepseekV4Config)
+    is_latent = is_v4 or isinstance(model.config, DeepSeekConfig)
     wanted = all_logits(model, sequences, weights)
-    for dtype in LATENT_CACHES if is_latent else KV_CACHES:
+    for dtype in V4_CACHES if is_v4 else LATENT_CACHES if is_latent else KV_CACHES:
         if dtype == weights:
             continue
         yield {

@@ -33,6 +33,10 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
     "mosaic": "pallas_attn",
+    "xla": "pallas_attn, XLA",
+    "jax-1": "jax, k_splits 1",
+    "jax-4": "jax, k_splits 4",
+    "jax-16": "jax, k_splits 16",
     "triton": "pallas_attn, Triton",
     "flashinfer": "FlashInfer",
     "flashinfer-fa3": "FlashInfer",
@@ -513,6 +517,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode-torch": operation(Cases("paged_decode_torch_nvidia_h200")),
     "paged_decode-caches": operation(Cases("paged_decode_caches_nvidia_h200")),
     "paged_decode-head-wise": operation(Cases("paged_decode_head_wise_nvidia_h200")),
+    "jax_paged_attention": operation(Cases("jax_paged_attention_nvidia_h200")),
     "mla_decode": operation(Cases("mla_decode_nvidia_h200")),
     "mla_decode-grid": mla_by_context(GRID),
     "mla_decode-varied": mla_by_context(
@@ -521,6 +526,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "ragged_attention": operation(Cases("ragged_attention_wide_nvidia_h200"), Cases("ragged_attention_nvidia_h200")),
     "paged_prefill": operation(Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_nvidia_h200")),
     "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
+    "paged_prefill-gemma4": operation(Cases("paged_prefill_gemma4_nvidia_h200")),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
     "write_kv": kernels("write_kv_nvidia_h200"),
     "write_latent": kernels("write_latent_nvidia_h200"),
@@ -542,6 +548,8 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_one_kernel_over_8_bits_nvidia_h100", " fp8"),
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
+    "mla_sparse-two-caches": operation(Cases("mla_sparse_two_caches_nvidia_h200")),
+    "compress_and_write": operation(Cases("compress_and_write_nvidia_h200")),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),

@@ -22,6 +22,7 @@ from pallas_attn import (
     latent_cache_spec,
 )
 from pallas_attn.models.engine.draw_kernel import draw_rows
+from pallas_attn.ops.plan_decode import Mode
 from pallas_attn.runtime import device
 from tests.aot.case import allocated, shape
 
@@ -750,18 +751,19 @@ DRAW = {
 }
 
 
-def plan(batch: int, kv_heads: int = 8, mode: str = "balanced", *, windows: bool = False) -> TritonCase:
+def plan(batch: int, kv_heads: int = 8, mode: Mode = "balanced", *, windows: bool = False) -> TritonCase:
     """Return a case of `plan_decode` for `batch` sequences with 4 query heads per KV head."""
     bf16, ints = (functools.partial(shape, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
     spec = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=kv_heads, head_dim=128, dtype=jnp.bfloat16)
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": bf16(batch, 1, 4 * kv_heads, 128),
         "cache": allocated(PagedKV, spec),
         "block_tables": ints(batch, 64),
         "kv_lens": ints(batch),
     }
     if windows:
-        arguments["window"] = HeadWindow(ints(kv_heads), ints(kv_heads))
+        heads: Any = ints(kv_heads)
+        arguments["window"] = HeadWindow(heads, heads)
     call = functools.partial(pallas_attn.plan_decode, mode=mode, implementation="triton")
     return TritonCase(call, arguments, tensor_cores=False)
 

@@ -672,7 +672,7 @@ def test_steps_of_several_programs_equal_transformers(name: str, several_program
     config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
     engine, outputs = run(loaded(name), config, golden(name).prompts)
     expect_golden(name, outputs)
-    steps = [step for step in engine._runner._programs.compiled.values() if isinstance(step, StepPrograms)]
+    steps = [step for step in engine._runner._programs.forward.values() if isinstance(step, StepPrograms)]
     shares = config_of(name).num_kv_shared_layers > 0
     assert [step.narrow is not None for step in steps] == [shares] * 2
     if shares:

@@ -543,6 +543,7 @@ def test_close_aborts_and_frees_the_engine(folder):
     engine = weakref.ref(llm.engine)
     llm.close()
     llm.close()
+    gc.collect()
     assert engine() is None
     for call in (lambda: llm.generate("a"), lambda: next(stream), lambda: llm.stream("a"), llm.step):
         with pytest.raises(ValueError, match="the LLM is closed"):

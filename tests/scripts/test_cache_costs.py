@@ -78,8 +78,10 @@ def test_every_golden_is_in_the_committed_report() -> None:
     names = {path.parent.name for path in GOLDENS.glob("*/golden.npz")}
     found = {(case["model"], case["weights"], case["cache"]) for case in report["cases"]}
     for name in names:
-        is_latent = "kv_lora_rank" in json.loads((GOLDENS / name / "config.json").read_text())
-        caches = cache_costs.LATENT_CACHES if is_latent else cache_costs.KV_CACHES
+        config = json.loads((GOLDENS / name / "config.json").read_text())
+        caches = cache_costs.LATENT_CACHES if "kv_lora_rank" in config else cache_costs.KV_CACHES
+        if config["model_type"] == "deepseek_v4":
+            caches = cache_costs.V4_CACHES
         for weights in ("float32", "bfloat16"):
             assert {cache for model, dtype, cache in found if (model, dtype) == (name, weights)} == {*caches} - {
                 weights

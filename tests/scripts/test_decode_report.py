@@ -27,6 +27,7 @@ from pallas_attn.models.engine import (
     Verification,
 )
 from pallas_attn.models.engine.runner import Runner
+from pallas_attn.models.engine.step.compiler import StepCompiler
 from pallas_attn.models.engine.verify import RoundingLoss
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
@@ -236,7 +237,7 @@ class TestCompilationProgress:
 
     def test_engine_reports_each_program(self, monkeypatch):
         """`Engine.warmup` reports the numbers at the start and after each program, and nothing if all are compiled."""
-        monkeypatch.setattr(Runner, "_lower", lambda *_: jax.jit(lambda: 0).lower())
+        monkeypatch.setattr(StepCompiler, "lower", lambda *_: jax.jit(lambda: 0).lower())
         monkeypatch.setattr(Runner, "compile_writes", lambda _: None)
         engine = Engine(engine_case.model(), EngineConfig(num_pages=8, decode_buckets=(16,), prefill_buckets=(512,)))
         reported = []

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_attn.models.cli.decode.options import parse_options
 from pallas_attn.models.cli.decode.sizes import engine_config, rounded_up
+from pallas_attn.models.cli.model import choose_page_size
 from pallas_attn.models.cli.prompts import demo_ids
 from pallas_attn.models.cli.speculate import make_speculation
 from pallas_attn.models.config import PRESETS, ModelConfig
@@ -28,7 +29,9 @@ DEMO = [len(ids) for ids in demo_ids(MODEL.vocab_size, 16)]
 
 
 def sizes_of(lengths: list[int], *flags: Any, model: ModelConfig = MODEL) -> EngineConfig:
-    return engine_config(parse_options([*map(str, flags)]), model, lengths)
+    options = parse_options([*map(str, flags)])
+    choose_page_size(options, model)
+    return engine_config(options, model, lengths)
 
 
 def buckets_of(sizes: EngineConfig) -> list[tuple[int, int, int]]:

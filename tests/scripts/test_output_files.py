@@ -199,7 +199,8 @@ def test_every_command_writes_files_with_output_file() -> None:
     write into new folders.
     """
     tools = {
-        f"scripts/tools/{name}.py" for name in ("make_goldens", "rope_goldens", "tokenizer_layouts", "wide_latents")
+        f"scripts/tools/{name}.py"
+        for name in ("make_goldens", "make_tokenizer_goldens", "rope_goldens", "tokenizer_layouts", "wide_latents")
     }
     own = {"models/cli/output_files.py", *tools}
     paths = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "models" / "cli").rglob("*.py")]

@@ -82,7 +82,7 @@ class CompressAndWriteCall(OperationCall):
 
 
 def _check_unscaled(name: str, cache: PagedLatent, dims: checks.Dims, shape: str, dtypes: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the cache has only the array `pages`, with this shape and one of these dtypes."""
+    """Check that the cache has only the array `pages` of this shape and one of these dtypes; else raise ValueError."""
     checks.check_class(name, cache, PagedLatent)
     dims.check(f"{name}.pages", cache.pages, shape, dtypes)
     for field in ("scale", "rope"):

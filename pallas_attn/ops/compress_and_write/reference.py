@@ -1,4 +1,4 @@
-"""Definition of `compress_and_write`: compute an entry for every new token, and write those of completed blocks."""
+"""Definition of `compress_and_write`: compute an entry for each token, and write the entries of completed blocks."""
 
 from __future__ import annotations
 

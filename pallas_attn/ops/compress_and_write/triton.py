@@ -164,7 +164,7 @@ def _store(
     BLOCK: tl.constexpr,
     QMAX: tl.constexpr,
 ):
-    """Store an entry, float32 [BLOCK], of which the first D columns are real: cast, or quantised.
+    """Convert an entry, float32 [BLOCK], to the dtype of the cache, and store its first D columns.
 
     Args:
       scale_ptr: None; one float32 scale per entry; or if `rope_ptr` is not None, powers of two for GROUP columns each.

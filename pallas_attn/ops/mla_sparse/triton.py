@@ -182,7 +182,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
-    SCALED: tl.constexpr = scale_ptr is not None and not SMALL_GROUPS
+    SCALED: tl.constexpr = scale_ptr is not None and not SMALL_GROUPS  # pyrefly: ignore[bad-assignment]
     block, split = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % SPLITS
     token = (tl.program_id(0) // (BLOCKS * SPLITS)).to(tl.int64)
     head, real_row = block * ROWS + tl.arange(0, ROWS), tl.full([ROWS], True, tl.int1)
