@@ -16,6 +16,7 @@ from tests.ops import plan_case
 from tests.ops.plan_case import PS, arguments, check
 
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
+WINDOWS_AND_DRAFTS = {"windows": True, "drafts": True}
 
 
 @pytest.fixture
@@ -23,11 +24,21 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-@modes
-@pytest.mark.parametrize("changes", [{}, {"windows": True, "drafts": True}], ids=["plain", "windows and drafts"])
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        pytest.param("balanced", {}, id="balanced"),
+        pytest.param("fixed", WINDOWS_AND_DRAFTS, id="fixed, windows and drafts"),
+        pytest.param("balanced", WINDOWS_AND_DRAFTS, id="balanced, windows and drafts", marks=pytest.mark.slow),
+        pytest.param("fixed", {}, id="fixed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "num_programs"),
-    [(1, 1, 1), (1, 8, 396), (6, 2, 140), (2, 2, 3), (15, 1, 4), (100, 3, 132)],
+    [
+        *((1, 8, 396), (6, 2, 140), (15, 1, 4), (100, 3, 132)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 1), (2, 2, 3))),
+    ],
 )
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted(mode: str, changes: dict, batch: int, kv_heads: int, num_programs: int) -> None:
