@@ -18,7 +18,7 @@ from pallas_attn.models.engine.sampler import LogitEdit, SamplingRows, sample
 MIN_MARGIN = 1e-3
 """Tokens whose perturbed logits differ by less could change because of rounding."""
 
-MAX_LEN = 96
+MAX_LEN = 128
 """Maximum number of tokens of a sequence in `PlainLoop`."""
 
 

@@ -338,14 +338,14 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_filtered_requests_with_drafts_in_two_processes(group: Group, tmp_path: Path):
     """Every process computes the token masks of all requests, from the drafts of all data ranks."""
-    out, sizes = tmp_path / "out.json", ["--max-tokens", "16", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
+    out, sizes = tmp_path / "out.json", ["--max-tokens", "40", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
     started = commands("llama", "data=2,tensor=2", out, *sizes, "--speculate", "ngram:2")
     group.start([["-c", FILTERED, *command[1:]] for command in started])
     status, _, err = group.wait(0)
     assert status == 0, err
     assert group.wait(1)[:2] == (0, [])
     results, loop = json.loads(out.read_text()), PlainLoop(load_model(GOLDENS / "llama", jnp.float32))
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
     for prompt, request in zip(golden("llama").prompts, results["requests"], strict=True):
         assert request["output_ids"] == loop.generate(prompt, params, Third(256))
     assert sum(results["run"]["drafted"]) > 0

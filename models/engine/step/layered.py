@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
 from pallas_attn.models.decoder.gemma import GemmaInputs
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
@@ -65,7 +66,16 @@ class LayeredStep:
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
-        """Choose the layer ranges; nothing is compiled."""
+        """Choose the layer ranges; nothing is compiled.
+
+        Raises:
+          NotImplementedError: the model is a DeepSeek-V4.
+        """
+        if isinstance(model.config, DeepseekV4Config):
+            raise NotImplementedError(
+                f"model: the steps of a {model.config.model_type} are not supported as several programs, because the"
+                " caches of a layer belong to several cache groups"
+            )
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
