@@ -5,7 +5,7 @@
 
 All layers attend to the newest W tokens. A compressor pools the keys of each block of tokens into an entry. Compressed
 sparse attention (CSA) also attends to the entries that an indexer selects, heavily compressed attention (HCA) to all
-entries. There is one KV head, whose rows are keys and values. Values contain rotated columns, so the output of
+entries. There is one KV head; each row is key and value. Values contain rotated columns, so the output of
 attention is rotated back by the position of the query.
 
 Rotated columns are the last R columns, in interleaved pairs as in checkpoints (`rope.rotate_pairs`).
@@ -57,7 +57,7 @@ class V4Inputs:
       positions: positions of the tokens.
       of_window: cosines and sines of the angles of each token in layers without a compressor.
       of_compressed: the same in layers with a compressor.
-      of_blocks: cosines and sines, by the rate of a layer, for the first position of the block of each token.
+      of_blocks: by tokens per block (rate of a layer), cosines and sines for the first position of each token's block.
     """
 
     tokens: Int32[Array, "T"]
@@ -133,8 +133,8 @@ def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) ->
 def _packed_lens(metadata: StepMetadata) -> tuple[Int32[Array, "S_plus_1"], Int32[Array, "S"]]:
     """Return prefix sums of the new tokens and sequence lengths of all rows of a step.
 
-    A decode row of Q tokens is one sequence. If rows have different numbers of tokens, its padding is another sequence,
-    of length 0.
+    A decode row of Q tokens is one sequence. If rows have different numbers of tokens, the padding at the end
+    of a row is another sequence, with kv_lens 0.
     """
     num_decode, queries, q_lens = metadata.num_decode, metadata.decode_queries, metadata.decode_q_lens
     first = jnp.arange(0, num_decode, queries, dtype=jnp.int32)
@@ -157,7 +157,7 @@ def _packed_tables(tables: GroupTables, metadata: StepMetadata, repeats: int) ->
 class Compressor(nnx.Module):
     """Pools the keys of each block of tokens into an entry of D columns.
 
-    In CSA layers, blocks overlap: an entry also pools the block before its own, with separate columns.
+    In CSA layers, half of a row's columns is pooled into the entry of its block, the other half into the next entry.
     """
 
     def __init__(self, config: DeepseekV4Config, rate: int, overlaps: bool, width: int, dtype: DTypeLike):
@@ -234,7 +234,7 @@ class EntryIndexer(nnx.Module):
           x: normed hidden states.
           residual: normed low-rank projection of x, from which attention computes its queries as well.
           inputs: rotation angles of the tokens.
-          index: index keys, with the new entries.
+          index: index keys, including the new ones.
           entry_tables: block tables of the entries.
           step: metadata of the step.
           settings: attention settings.
@@ -264,7 +264,7 @@ class CompressedAttention(nnx.Module):
 
         Raises:
           ValueError: `settings.mla` is not "auto".
-          NotImplementedError: `settings.batch_invariant`.
+          NotImplementedError: `settings.batch_invariant` is set.
         """
         if settings.mla != "auto":
             raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
@@ -333,7 +333,7 @@ class CompressedAttention(nnx.Module):
         return self._project(rotate_pairs(out, cos, -sin)), cache
 
     def _queries(self, residual: Float[Array, "T rank"]) -> Float[Array, "T Hq D"]:
-        """Return queries before the rotation: an RMS norm of each head without a weight."""
+        """Return queries before the rotation, with an RMS norm without a weight over each head."""
         q = self.wq_b(residual).reshape(residual.shape[0], -1, self.config.head_dim)
         return rms_scaled(q, self.config.rms_norm_eps).astype(q.dtype)
 
@@ -387,7 +387,7 @@ class V4Layer(nnx.Module):
     shares_choice = False
 
     def __init__(self, config: DeepseekV4Config, index: int, settings: AttentionSettings, dtype: DTypeLike):
-        """Make a layer with zero weights. Arguments as in `DecoderLayer`."""
+        """Make layer `index` of the model with zero weights."""
         width, eps = config.hidden_size, config.rms_norm_eps
         self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
         self.attn_norm = WideRMSNorm(width, eps, dtype)
@@ -404,7 +404,7 @@ class V4Layer(nnx.Module):
         step: V4Step,
         choice: None = None,
     ) -> tuple[Float[Array, "T N D"], CompressedCache, None]:
-        """Apply the layer. `apply_layers` describes arguments and results."""
+        """Apply the layer to all streams of the tokens. `apply_layers` describes arguments and results."""
         x, weights = self.hc_attn(streams)
         attended, cache = self.attn(self.attn_norm(x), inputs, cache, slots, step)
         streams = merge(streams, attended, weights)

@@ -55,7 +55,7 @@ class HyperConnection(nnx.Module):
         return weighted_streams(streams, pre), StreamWeights(post, mix)
 
     def _doubly_stochastic(self, logits: Float32[Array, "T N N"]) -> Float32[Array, "T N N"]:
-        """Return the softmax of each row, after alternating normalisations of rows and columns, the columns last."""
+        """Return the softmax of each row, then normalised by columns and rows in turn, columns first and last."""
 
         def normalised(mix: Array, axis: int) -> Array:
             return mix / (jnp.sum(mix, axis=axis, keepdims=True) + self.eps)

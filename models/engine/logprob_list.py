@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of a request, stored as numbers."""
+"""Log probabilities of the tokens of a request, in one array."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogprobList(Sequence[TokenLogprobs]):
     """Log probabilities of consecutive tokens.
 
     The list stores numbers in a single array, and makes a `TokenLogprobs` whenever an entry is read. A list of
-    `TokenLogprobs` would add 2 + count objects per token to those that Python's garbage collector examines.
+    `TokenLogprobs` would add 2 + count tuples per token that Python's garbage collector examines.
 
     Args:
       count: number of likeliest tokens per token.
@@ -83,7 +83,7 @@ class LogprobList(Sequence[TokenLogprobs]):
         return repr([*self])
 
     def extend(self, other: LogprobList) -> None:
-        """Append the entries of a list with the same number of likeliest tokens. An exception appends all or none."""
+        """Append the entries of a list with the same `count`: all or none, even if an exception interrupts."""
         self._words.extend(other._words)
 
     def write(self, start: int, other: LogprobList) -> None:

@@ -23,8 +23,8 @@ class TokenFilter(Protocol):
 
         The engine calls this method once per sampled token, and with drafts also for the tokens after drafts, on the
         thread that calls `Engine.step`, while the device computes the logits. The result must depend on `output_ids`
-        only. Each of `output_ids` is allowed by an earlier call. If the method raises an exception or returns another
-        array, the request ends with the finish reason "filter_error".
+        only. Earlier calls allowed each of `output_ids`. If the method raises an exception or returns an
+        invalid mask, the request ends with the finish reason "filter_error".
 
         Returns:
           Bit mask uint32 [ceil(V / 32)] with bit `token % 32` of entry `token // 32` set for each allowed token; None

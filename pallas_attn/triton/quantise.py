@@ -74,12 +74,12 @@ def load_operand(
 ):
     """Load rows of cache values, and convert them to the 16-bit `dtype` of a matrix product, exactly: [rows, COLUMNS].
 
-    8-bit values are loaded as words of four and converted in registers. Triton would otherwise copy the bytes to shared
-    memory and read the operand of the product from there byte by byte, which took most of the time of a step.
+    Four 8-bit values are loaded as one word and converted in registers. Triton would otherwise copy the bytes to shared
+    memory and read the operand from there byte by byte, which took most of the time of a loop iteration.
 
     Args:
       row_start: [rows], element offsets of the rows, multiples of STRIDE.
-      held: [rows], load mask; values of other rows, and of columns from WIDTH on, are 0.
+      held: [rows], load mask. Other rows, and columns from FIRST + WIDTH on, are 0.
       STRIDE: elements from a row to the next.
       FIRST: first column that is loaded.
       NATIVE: as for `f16_from_e4m3`.

@@ -59,8 +59,8 @@ _OF_RANKS = PartitionSpec(DATA)
 """Partition of arrays with a part for each data rank."""
 
 _READ: Any = object()
-"""Entry of a tree of partitions for an array that the host reads: `_OF_RANKS`, or with several processes
-`PartitionSpec()`, so that every process has the whole array."""
+"""Stands for the partition of an array that the host reads: `_OF_RANKS`; with several processes `PartitionSpec()`, so
+that every process has the whole array."""
 
 
 class RunnerState(NamedTuple):
@@ -68,9 +68,9 @@ class RunnerState(NamedTuple):
 
     Attributes:
       caches: caches of all layers.
-      last_tokens: last sampled tokens of the request slots; with speculation its state.
+      last_tokens: last sampled token of each request slot, or a `SpeculativeState`.
       edits: state of the request slots for edits of logits.
-      no_masks: masks without a bit, by shape.
+      no_masks: zeros by shape; the argument of steps in which no row has a mask.
     """
 
     caches: Caches
@@ -99,7 +99,7 @@ class StepCompiler:
           model: the model.
           config: sizes for which the runner compiles.
           state_specs: partitions of caches, last tokens and the state of edits; None without a mesh.
-          gathers: whether every device gets the arrays of all data ranks that the host reads, for several processes.
+          gathers: whether every device gets what the host reads of all data ranks; needed for several processes.
         """
         self._config, self._mesh, self._state_specs, self._gathers = config, model.mesh, state_specs, gathers
         self.num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
@@ -160,8 +160,8 @@ class StepCompiler:
     def shared_program(self, name: ProgramName, bucket: Bucket) -> SharedProgram:
         """Return the key of a program of a bucket in `shared`.
 
-        Without speculation, `sample` depends only on the number of rows. With speculation it updates the proposer's
-        state with all tokens of the step.
+        Without speculation, `sample` depends only on the number of rows. With speculation it depends on all
+        sizes of the bucket, because it updates the proposer's state.
         """
         match name:
             case "propose":
@@ -174,7 +174,7 @@ class StepCompiler:
                 return SharedProgram(name, dataclasses.replace(bucket, all_logits=False, skips_layers=False))
 
     def lower(self, name: ProgramName, bucket: Bucket, state: RunnerState) -> jax.stages.Lowered:
-        """Trace and lower a program. On a mesh it is the part of each device.
+        """Trace and lower a program. On a mesh, each device runs it on its part of the arrays.
 
         Args:
           name: name of the program.
@@ -290,7 +290,7 @@ def is_on_gpu(arrays: Any) -> bool:
 
 
 def _gathering(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """Make a program return the results whose entry of `specs` is `_READ` for all data ranks on every device."""
+    """Make a program return, on every device, the results of all data ranks where `specs` has `_READ`."""
     everyone = functools.partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
 
     def gathered(*arguments: Any) -> Any:

@@ -28,9 +28,10 @@ def compress_and_write(
 ) -> tuple[PagedLatent, PagedLatent | PagedIndexKeys]:
     """Write the compressor rows of new tokens, and the compressed entries of the blocks that these tokens complete.
 
-    Block e of a sequence has the tokens ratio·e to ratio·e + ratio - 1. Its last token completes it, and the call that
-    contains this token writes entry e. A compressor row has contents and gates, c·D columns each. An entry is the sum
-    of the contents of its rows, weighted by a softmax over the gates, separately for each column:
+    Block e of a sequence has the tokens ratio·e to ratio·e + ratio - 1. Its last token completes it, and the call
+    that contains this token writes entry e. A compressor row has c·D contents and c·D gates; c is explained below.
+    An entry is the sum of the contents of its rows, weighted by a softmax over the gates, separately for each
+    column:
 
       c = 1 (HCA): entry e pools the `ratio` rows of block e.
       c = 2 (CSA): entry e pools 2·ratio rows: columns [:D] of the rows of block e - 1, and columns [D:] of the rows of
@@ -39,16 +40,16 @@ def compress_and_write(
     The sum is normalized (RMSNorm), its last R = 2·half columns are rotated in interleaved pairs, and it is cast to the
     dtype of `entries`, or quantised.
 
-    The rows of a block may come from several calls. Rows of earlier calls are read from `state`: for the next token at
-    position p, the newest c·ratio - 1 tokens or fewer, so `state` can be a cache with a window of c·ratio tokens. Rows
-    and entries are addressed by position. Rejected drafts need no rollback, because the tokens that replace them
-    overwrite their rows and entries. A call of T tokens writes at most T // ratio + S entries.
+    The rows of a block may come from several calls. Rows of earlier calls are read from `state`. An entry needs at
+    most the c·ratio - 1 tokens before its last token, so `state` can be a cache with a window of c·ratio tokens.
+    Rows and entries are addressed by position. Rejected drafts need no rollback, because the tokens that replace
+    them overwrite their rows and entries. A call of T tokens writes at most T // ratio + S entries.
 
     Args:
       state: compressor rows of each token, 2·c·D columns in float32, from `latent_cache_spec` with rope_dim=0.
-      entries: cache of the entries, with D columns: a `PagedLatent` (R = 0 without scales, L + R = D with scales) or a
-        `PagedIndexKeys`, in any dtype. Its tables count entries: entry e of a sequence is in page e // page_size of the
-        sequence's row.
+      entries: cache of the entries, with D columns: a `PagedLatent` (rope_dim 0 without scales; with scales,
+        latent_dim + rope_dim = D) or a `PagedIndexKeys`, in any dtype. Its tables count entries: entry e of a
+        sequence is in page e // page_size of the sequence's row.
       rows: compressor rows of the new tokens: columns [:c·D] are the contents, columns [c·D:] are the gates with the
         position bias. c is 1 or 2.
       norm: weight of the RMSNorm, in bfloat16, float16 or float32.

@@ -1,9 +1,9 @@
 """`plan_decode` in Triton: one kernel with one program. Its plans equal the plans of `xla.py` exactly.
 
-Terms are as in `xla.py`. All rows and all CTAs of the plan are processed at once, as vectors that are padded to powers
-of two. A lookup at a computed index needs the array in memory: `offsets` and `parts` are scratch arrays in global
-memory, and `split_indptr` is the output itself. The threads of a program see each other's stores after
-`tl.debug_barrier`.
+`xla.py` defines the terms. A place is an index of `order`; a group is adjacent rows with separate CTAs. All rows and
+all CTAs are processed at once, as vectors that are padded to powers of two. Arrays that are read at computed indices
+are in global memory: `offsets` and `parts` as scratch, `split_indptr` as an output. The threads of a program see each
+other's stores after `tl.debug_barrier`.
 
     pages, share = visible pages of each row, equal share of all rows
     if rows <= CTAs:                                         # schedule 1: separate CTAs for each row
@@ -32,7 +32,7 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.types import DecodePlan, HeadWindow
 
 MAX_ROWS = 4096
-"""Maximum number of rows (sequences times KV heads), and of CTAs. A thread processes 8 of them at a time."""
+"""Maximum number of rows (sequences times KV heads), and of CTAs. With 4,096, a thread holds 8 of them."""
 
 RANKED = 32
 """Number of rows that each row is compared with at a time to find its rank by length."""
@@ -109,7 +109,7 @@ def _plan(
     cta_page_ptr,
     cta_split_ptr,
     offsets_ptr,  # scratch, [ROWS + 1]: offset where each place starts; last the total
-    parts_ptr,  # scratch, [ROWS]: pages per CTA in schedule 1, then sort keys
+    parts_ptr,  # scratch, [ROWS]: pages per CTA in schedule 1, else sort keys
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -189,7 +189,7 @@ def _plan(
         tl.store(offsets_ptr + place, ends - cost, mask=place == 0)
         tl.debug_barrier()
 
-        # Schedule 3: one range of rows for all CTAs.
+        # Schedule 3, one range of rows for all CTAs, unless schedule 2 is even enough.
         begin, row_share = tl.zeros([ROW_VECTOR], tl.int32), tl.zeros([ROW_VECTOR], tl.int32) + share
         number, cta_share = cta, tl.zeros([CTA_VECTOR], tl.int32) + share
         cta_begin, cta_end = tl.zeros([CTA_VECTOR], tl.int32), tl.zeros([CTA_VECTOR], tl.int32) + total
@@ -273,7 +273,7 @@ def _visible_pages(
 
 @kernel
 def _cost(num_pages, OVERHEAD: tl.constexpr, SPLIT_PAGES: tl.constexpr):
-    """As `Sharing.cost`."""
+    """Return the cost of each row (`Sharing.cost`)."""
     if SPLIT_PAGES:
         cost = (num_pages + SPLIT_PAGES - 1) // SPLIT_PAGES
     else:
@@ -283,13 +283,15 @@ def _cost(num_pages, OVERHEAD: tl.constexpr, SPLIT_PAGES: tl.constexpr):
 
 @kernel
 def _share(total, ctas, OVERHEAD: tl.constexpr):
-    """As `Sharing.share`."""
+    """Return the cost that each CTA processes (`Sharing.share`)."""
     return tl.maximum((total + ctas - 1) // ctas, OVERHEAD + 1)
 
 
 @kernel
 def _groups(rows, CTAS: tl.constexpr):
-    """As `Groups.of`: number of groups, CTAs per group, number of first groups, rows per first and per other group."""
+    """Return the number of groups, CTAs per group, the number of leading groups of equal size, and the rows of a
+    leading and of another group (`Groups.of`).
+    """
     rows_per_cta = tl.maximum((rows + CTAS - 1) // CTAS, 1)
     of_each = tl.where(rows_per_cta > 1, rows_per_cta, 2)
     number = tl.maximum((rows + of_each - 1) // of_each, 1)
@@ -301,7 +303,7 @@ def _groups(rows, CTAS: tl.constexpr):
 
 @kernel
 def _group_start(group, groups, first_groups, of_first, of_others):
-    """As `Groups.start`."""
+    """Return the place of a group's first row (`Groups.start`)."""
     group = tl.minimum(group, groups)
     others = tl.maximum(group - first_groups, 0)
     return (group - others) * of_first + others * of_others
@@ -309,7 +311,7 @@ def _group_start(group, groups, first_groups, of_first, of_others):
 
 @kernel
 def _group_of(place, groups, first_groups, of_first, of_others):
-    """As `Groups.group`."""
+    """Return the group of the row at a place (`Groups.group`)."""
     start_of_others = first_groups * of_first
     among_first = place < start_of_others
     into = tl.where(among_first, place, place - start_of_others)
@@ -326,7 +328,7 @@ def _group_bounds(group, groups, first_groups, of_first, of_others, offsets_ptr)
 
 @kernel
 def _snake_place(rank, rows, groups, first_groups, of_first, of_others):
-    """As `Groups.place`."""
+    """Return the place of the row with this rank by length (`Groups.place`)."""
     round_number = rank // groups
     in_round = rank - round_number * groups
     group = tl.where(round_number & 1 == 0, in_round, groups - 1 - in_round)
