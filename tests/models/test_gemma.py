@@ -42,8 +42,6 @@ from pallas_attn.models.engine import (
     Engine,
     EngineConfig,
     NGramProposer,
-    RequestOutput,
-    SamplingParams,
     Speculation,
     WrittenLayer,
     runner,
@@ -54,32 +52,15 @@ from pallas_attn.models.engine.step.layered import StepPrograms
 from pallas_attn.models.engine.verify import verify
 from pallas_attn.models.moe import layer as moe_layer
 from pallas_attn.models.moe import router
+from tests.models.golden_case import GREEDY, expect_golden, golden, loaded, run_twice, tensors_changed
 from tests.models.step_case import PAGE_SIZE, Pages, step
-from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, Patch, assert_parity, replaced
+from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, Patch, assert_parity, reconfigured, replaced
 
 NAMES = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
 TINY = GEMMA_PRESETS["gemma4-tiny"]
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Golden:
-    prompts: list[list[int]]
-    arrays: dict[str, np.ndarray]
-
-    def __getitem__(self, kind: str) -> list[np.ndarray]:
-        return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
-
-
-@functools.cache
-def golden(name: str) -> Golden:
-    with np.load(GOLDENS / name / "golden.npz") as arrays:
-        return Golden(json.loads((GOLDENS / name / "prompts.json").read_text()), dict(arrays))
-
-
-@functools.cache
-def loaded(name: str) -> Decoder:
-    return load_model(GOLDENS / name)
+run = functools.partial(run_twice, max_model_len=104)
 
 
 def config_of(name: str) -> Gemma4Config:
@@ -185,27 +166,6 @@ def test_layers_without_a_cache_skip_tokens_without_logits(monkeypatch: pytest.M
 
 
 # --- mistakes
-
-
-def reconfigured(**changes: Any) -> Callable[[Patch], None]:
-    """Return a mistake that changes entries of config.json."""
-    right = files.load_config
-
-    def mistake(patch: Patch) -> None:
-        patch.setattr(files, "load_config", lambda directory: dataclasses.replace(right(directory), **changes))
-
-    return mistake
-
-
-def tensors_changed(ending: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Patch], None]:
-    """Return a mistake that changes the tensors whose names end with `ending`."""
-    right = files.Checkpoint.read
-
-    def read(checkpoint: files.Checkpoint, name: str, part: files.Slices = ()) -> np.ndarray:
-        tensor = right(checkpoint, name, part)
-        return change(tensor) if name.endswith(ending) else tensor
-
-    return replaced(files.Checkpoint, "read", read)
 
 
 def values_are(value: Callable[[jax.Array, Any], jax.Array]) -> Callable[[Patch], None]:
@@ -377,19 +337,6 @@ SIZES = {
     ),
     "chunks of 5, pages of one token": EngineConfig(num_pages=256, page_size=1, max_batched_tokens=5, max_num_seqs=2),
 }
-
-
-def run(decoder: Decoder, sizes: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list[RequestOutput]]:
-    """Run the prompts twice, so that the second run has prefix hits. The engine has one bucket of each kind."""
-    one_size = {"decode_buckets": (sizes.max_num_seqs,), "prefill_buckets": (sizes.max_batched_tokens,)}
-    engine = Engine(decoder, dataclasses.replace(sizes, max_model_len=104, **one_size))
-    return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
-
-
-def expect_golden(name: str, outputs: list[RequestOutput]) -> None:
-    tokens = golden(name)["tokens"]
-    for output, wanted in zip(outputs, [*tokens, *tokens], strict=True):
-        np.testing.assert_array_equal(output.output_ids, wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Goldens of Gemma 4 and DeepSeek-V4, engine runs that are compared with them, and planted mistakes in checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.models.checkpoints import files, load_model
+from pallas_attn.models.decoder import Decoder
+from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from tests.models.test_parity import GOLDENS, Patch, replaced
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredGolden:
+    """Prompts of a golden, and its arrays: the list of the arrays of a kind has one array per prompt."""
+
+    prompts: list[list[int]]
+    arrays: dict[str, np.ndarray]
+
+    def __getitem__(self, kind: str) -> list[np.ndarray]:
+        return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
+
+
+@functools.cache
+def golden(name: str) -> StoredGolden:
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        return StoredGolden(json.loads((GOLDENS / name / "prompts.json").read_text()), dict(arrays))
+
+
+@functools.cache
+def loaded(name: str) -> Decoder:
+    return load_model(GOLDENS / name, jnp.float32)
+
+
+def run_twice(
+    decoder: Decoder, sizes: EngineConfig, prompts: list[list[int]], max_model_len: int
+) -> tuple[Engine, list[RequestOutput]]:
+    """Run the prompts twice, so that the second run has prefix hits. The engine has one bucket of each kind."""
+    one_size = {"decode_buckets": (sizes.max_num_seqs,), "prefill_buckets": (sizes.max_batched_tokens,)}
+    engine = Engine(decoder, dataclasses.replace(sizes, max_model_len=max_model_len, **one_size))
+    return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
+
+
+def expect_golden(name: str, outputs: list[RequestOutput]) -> None:
+    """Assert that the outputs of `run_twice` are the tokens of the golden."""
+    tokens = golden(name)["tokens"]
+    for output, wanted in zip(outputs, [*tokens, *tokens], strict=True):
+        np.testing.assert_array_equal(output.output_ids, wanted)
+
+
+def tensors_changed(ending: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Patch], None]:
+    """Return a mistake that changes the tensors whose names end with `ending`."""
+    right = files.Checkpoint.read
+
+    def read(checkpoint: files.Checkpoint, name: str, part: files.Slices = ()) -> np.ndarray:
+        tensor = right(checkpoint, name, part)
+        return change(tensor) if name.endswith(ending) else tensor
+
+    return replaced(files.Checkpoint, "read", read)
