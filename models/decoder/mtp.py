@@ -16,6 +16,7 @@ and the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -120,14 +121,7 @@ class MTP(nnx.Module):
         """
         if self.mesh is not None:
             check_inside_shard_map()
-        if len(caches) != len(self.depths):
-            raise ValueError(f"caches: expected one per module, {len(self.depths)}, got {len(caches)}")
-        if not next_tokens.shape == metadata.positions.shape == hidden.shape[:1]:
-            raise ValueError(
-                f"next_tokens, hidden: expected {metadata.num_tokens} rows as metadata has,"
-                f" got {list(next_tokens.shape)} and {list(hidden.shape)}"
-            )
-        metadata.check()
+        check_mtp_inputs(next_tokens, hidden, caches, metadata, len(self.depths))
         metadata = rows_to_attend(metadata, self.settings, self.contexts)
         index = depth % len(self.depths)
         module, cache = self.depths[index], caches[index]
@@ -151,3 +145,17 @@ class MTP(nnx.Module):
         dtype, page_size = dtype or self.embed_tokens.dtype, page_size // self.contexts
         layers = self.config.mtp_layers
         return tuple(allocate_latents(cache_spec(self.part, num_pages, page_size, dtype, layer=i)) for i in layers)
+
+
+def check_mtp_inputs(
+    next_tokens: Array, hidden: Array, caches: Sequence[Any], metadata: StepMetadata, num_modules: int
+) -> None:
+    """Raise ValueError unless the arguments of a call of prediction modules fit each other."""
+    if len(caches) != num_modules:
+        raise ValueError(f"caches: expected one per module, {num_modules}, got {len(caches)}")
+    if not next_tokens.shape == metadata.positions.shape == hidden.shape[:1]:
+        raise ValueError(
+            f"next_tokens, hidden: expected {metadata.num_tokens} rows as metadata has,"
+            f" got {list(next_tokens.shape)} and {list(hidden.shape)}"
+        )
+    metadata.check()

@@ -26,6 +26,7 @@ from pallas_attn.models.decoder.hyper_connections import StreamHead
 from pallas_attn.models.decoder.layers import Linear, WideRMSNorm
 from pallas_attn.models.decoder.mesh import embed
 from pallas_attn.models.decoder.model import Decoder, layer_function, vocabulary_logits
+from pallas_attn.models.decoder.mtp import check_mtp_inputs
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import StepMetadata
 
@@ -76,14 +77,7 @@ class V4MTP(nnx.Module):
     ) -> tuple[Float[Array, "T ND"], tuple[CompressedCache, ...]]:
         """Run one module on the packed tokens of a step: write its cache rows, and attend. Arguments, results and
         errors as in `MTP.__call__`."""
-        if len(caches) != len(self.depths):
-            raise ValueError(f"caches: expected one per module, {len(self.depths)}, got {len(caches)}")
-        if not next_tokens.shape == metadata.positions.shape == hidden.shape[:1]:
-            raise ValueError(
-                f"next_tokens, hidden: expected {metadata.num_tokens} rows as metadata has,"
-                f" got {list(next_tokens.shape)} and {list(hidden.shape)}"
-            )
-        metadata.check()
+        check_mtp_inputs(next_tokens, hidden, caches, metadata, len(self.depths))
         metadata = dataclasses.replace(metadata, groups=(metadata.of_group(0),))  # the group of windows
         index, config = depth % len(self.depths), self.config.of_module
         module, cache = self.depths[index], caches[index]
