@@ -77,6 +77,9 @@ class Runner:
             if config.speculate.proposer.makes_trees:
                 check_trees(model.config, model.settings, model.contexts)
         self._long = self._long_steps(model)
+        # A proposer may need the hidden states of all tokens. Batch-invariant steps all have the same shapes.
+        needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
+        self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         self._layered: LayeredStep | None = None
         self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
         self._num_steps = 0
@@ -113,9 +116,6 @@ class Runner:
         # layer of DeepSeek-V4 belong to several cache groups.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
         is_whole = is_whole or isinstance(model.config, DeepseekV4Config)
-        # A proposer may need the hidden states of all tokens. Batch-invariant steps all have the same shapes.
-        needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
-        self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         return None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
 
