@@ -19,7 +19,7 @@ create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv
 # JUnit file has the times of all tests.
 COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-# On a GPU, XLA times variants of matrix products while it compiles. Tests of models then take minutes instead of seconds.
+# On a GPU, XLA times variants of matrix products while it compiles. Tests of models that take 90 s without it exceed 300 s.
 WITHOUT_AUTOTUNING := XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
 # Hundreds of processes import the same modules: cache their bytecode even if the environment disables bytecode.

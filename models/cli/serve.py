@@ -270,7 +270,7 @@ def _parser(prog: str) -> Parser:
     )
     add_buckets(
         parser.add_argument_group("batch shapes", "one program is compiled for each shape"),
-        decode_default="powers of two up to it",
+        decode_default="1, 4, 16, 32, 64, ... up to it",
         prefill_default="32, 128, 512, ... (factor 4) up to it",
     )
     add_mesh(parser.add_argument_group("several devices"))

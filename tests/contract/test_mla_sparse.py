@@ -254,7 +254,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "float32": "takes bfloat16 and float16 queries, got float32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "float16 over 8 bits": "takes queries and rotated keys of one dtype",
-        "two caches, 8 bits": "takes two caches with float32 scales not in one call",
+        "two caches, 8 bits": "does not take two caches with float32 scales",
     },
 )  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:

@@ -54,7 +54,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     else:
         caches.require_latents(call.q_latent, cache, rope_dim)
         if extra is not None and cache.is_quantised:
-            raise NotImplementedError("takes two caches with float32 scales not in one call")
+            raise NotImplementedError("does not take two caches with float32 scales in one call")
     options = {"quantised": cache.is_quantised, "small_groups": small_groups}
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, **options)
     first_extra = -(-top_k // tile.tokens) * tile.tokens
