@@ -24,6 +24,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "tests/durations.md",
     "LICENSE",
     "benchmarks/**/*.md",
     "benchmarks/**/*.json",
