@@ -9,11 +9,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import mla_decode, paged_decode, ragged_attention
+from pallas_attn import mla_decode, mla_sparse, paged_decode, ragged_attention
 from scripts.bench.cases.mla_decode import MlaDecodeCase
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase
+from scripts.bench.cases.mla_sparse import inputs as sparse_inputs
 from scripts.bench.cases.paged_decode import DecodeCase
 from scripts.bench.cases.prefill import RaggedAttentionCase, RaggedPrefill
 from scripts.bench.harness.pools import Pools
@@ -48,9 +51,22 @@ def cached(pages, table, length):
 
 
 def flash_mla_with_kvcache(
-    q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, num_splits, softmax_scale, causal
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    schedule,
+    num_splits=None,
+    softmax_scale=None,
+    causal=False,
+    is_fp8_kvcache=False,
+    **sparse,
 ):
     assert (schedule, num_splits) == ("schedule", None)
+    if is_fp8_kvcache:
+        assert (block_table, cache_seqlens, head_dim_v) == (None, None, 512)
+        return sparse_decode(q, k_cache, softmax_scale, **sparse), None
     assert k_cache.shape[1:] == (64, 1, 576)
     outs = []
     for queries, table, length in zip(q.astype(np.float32), block_table, cache_seqlens, strict=True):
@@ -58,6 +74,53 @@ def flash_mla_with_kvcache(
         v = np.repeat(k[..., :head_dim_v], q.shape[2], axis=1)
         outs.append(attend(scores_of(queries, k), v, softmax_scale, causal))
     return np.stack(outs), None
+
+
+def sparse_decode(
+    q, k_cache, scale, indices, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None
+):  # fmt: skip
+    caches = [(k_cache, indices)]
+    if extra_k_cache is not None:
+        caches.append((extra_k_cache, extra_indices_in_kvcache))
+    selected = [from_fp8(cache, q.shape[-1])[slots[:, 0]] for cache, slots in caches]
+    return selected_attention(q[:, 0], np.concatenate(selected, axis=1), scale, attn_sink)[:, None]
+
+
+def from_fp8(cache, width):
+    """Return the rows [tokens, width] of an fp8 cache [pages, page_size, 1, bytes]: the formats of V3.2 and V4."""
+    fp8, bf16, e8m0 = (jnp.dtype(name) for name in ("float8_e4m3fn", "bfloat16", "float8_e8m0fnu"))
+    rows = cache[:, :, 0]
+    if width == 576:
+        assert rows.shape[1:] == (64, 656)
+        scales = rows[..., 512:528].copy().view(np.float32).repeat(128, axis=-1)
+        values, rope = rows[..., :512].copy().view(fp8), rows[..., 528:].copy().view(bf16)
+    else:
+        assert rows.shape[1:] == (64, 584)
+        pages = rows.reshape(rows.shape[0], -1)
+        scales = (
+            pages[:, 64 * 576 :].reshape(-1, 64, 8)[..., :7].copy().view(e8m0).astype(np.float32).repeat(64, axis=-1)
+        )
+        rows = pages[:, : 64 * 576].reshape(-1, 64, 576)
+        values, rope = rows[..., :448].copy().view(fp8), rows[..., 448:].copy().view(bf16)
+    parts = [values.astype(np.float32) * scales, rope.astype(np.float32)]
+    return np.concatenate(parts, axis=-1).reshape(-1, width)
+
+
+def selected_attention(q, selected, scale, sink):
+    """Return attention of queries [T, H, D] to selected rows [T, K, D], whose first 512 columns are values."""
+    scores = scale * np.einsum("thd,tkd->thk", q.astype(np.float32), selected)
+    if sink is not None:
+        scores = np.concatenate([scores, np.broadcast_to(sink[:, None], (*scores.shape[:2], 1))], axis=-1)
+    return np.einsum("thk,tkd->thd", softmax(scores)[..., : selected.shape[1]], selected[..., :512])
+
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, attn_sink=None):
+    assert indices.shape[2] % 128 == 0
+    slots = indices[:, 0]
+    used = int((slots[0] >= 0).sum())
+    assert (slots[:, used:] == -1).all()
+    selected = kv.astype(np.float32)[:, 0][slots[:, :used]]
+    return (selected_attention(q, selected, sm_scale, attn_sink),)
 
 
 def get_scheduler_metadata(
@@ -116,7 +179,9 @@ def flash_attn_func(q, k, v, causal):
 
 MODULES = {
     "flash_mla": SimpleNamespace(
-        get_mla_metadata=lambda lens, rows, heads: ("schedule", None), flash_mla_with_kvcache=flash_mla_with_kvcache
+        get_mla_metadata=lambda *sizes: ("schedule", None),
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+        flash_mla_sparse_fwd=flash_mla_sparse_fwd,
     ),
     "flash_attn_interface": SimpleNamespace(
         get_scheduler_metadata=get_scheduler_metadata,
@@ -178,6 +243,26 @@ def test_latent_attention_equals_ours(installed, contender, queries):
     np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
 
 
+SPARSE_CASES = {
+    "V3.2 fp8": MlaSparseCase(2, 128, 64, "fp8", 64),
+    "V4 fp8": MlaSparseCase(2, 128, 64, "fp8-v4", 64, 448, 64, window=64),
+    "V3.2 prefill": MlaSparseCase(1, 128, 64, "bf16", 128, new_tokens=3),
+    "V4 prefill": MlaSparseCase(1, 128, 64, "bf16", 64, 512, 0, new_tokens=3, window=32),
+}
+
+
+@slow_cases("V3.2 fp8", "V3.2 prefill", "V4 prefill")
+@pytest.mark.parametrize("case", SPARSE_CASES.values(), ids=SPARSE_CASES)
+def test_sparse_attention_equals_ours(installed, case):
+    arrays = sparse_inputs(case, Pools())
+    out, calls = first_output(flash_mla.sparse, case, arrays)
+    ours: Any = mla_sparse(
+        **arrays.shared, **arrays.owns[0], sm_scale=SM_SCALE, out_dtype=jnp.float32, implementation="reference"
+    )
+    assert calls == len(arrays.owns)
+    np.testing.assert_allclose(out.reshape(ours.shape), ours, atol=2e-3 * float(np.abs(ours).max()), rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_paged_attention_equals_ours(installed, queries):
@@ -205,6 +290,10 @@ def test_unsupported_cases_have_a_reason(installed):
         (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4), "f32"), "f32"),
         (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=256)), "512, 64"),
         (flash_mla.decode, MlaDecodeCase(MlaDecode(1, 64, 4, page_size=16)), "pages of 64"),
+        (flash_mla.sparse, MlaSparseCase(1, 64, 16), "64 heads"),
+        (flash_mla.sparse, MlaSparseCase(1, 64, 64, latent_dim=256), "512, 64"),
+        (flash_mla.sparse, MlaSparseCase(1, 64, 64, "f32"), "f32"),
+        (flash_mla.sparse, MlaSparseCase(1, 64, 64, "fp8", new_tokens=2), "prefill kernel"),
         (flash_attention.mla, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=128)), "128"),
         (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16), "int8-head"), "int8-head"),
         (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16, window=8)), "windows"),

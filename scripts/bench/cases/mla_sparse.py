@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import CacheSpec, PagedLatent, latent_cache_spec
+from pallas_attn import CacheSpec, latent_cache_spec
 from scripts.bench.harness.pools import (
     Pools,
     at_least,
@@ -34,10 +34,10 @@ class MlaSparseCase:
     """A step of `batch` sequences of `context` tokens. Each new token attends to `top_k` of the context's tokens.
 
     With a window, calls have the form of DeepSeek-V4: `context` counts compressed entries, another cache has
-    the window of each sequence, and heads have learned sinks.
+    the window of each sequence, all columns are key and value, and heads have learned sinks.
 
     Attributes:
-      cache: kind of cache, a key of `pools.CACHES`; or "fp8".
+      cache: kind of cache, a key of `pools.CACHES` or one of `pools.FP8_LATENTS`; "fp8-v4" needs a window.
       new_tokens: new tokens per sequence.
       window: tokens of the window; 0 for none.
     """
@@ -65,6 +65,11 @@ class MlaSparseCase:
         return self.batch * self.new_tokens
 
     @property
+    def value_dim(self) -> int:
+        """Columns of a value. In DeepSeek-V4, rotated columns are values too."""
+        return self.latent_dim + (self.rope_dim if self.window else 0)
+
+    @property
     def spec(self) -> CacheSpec:
         """Shapes of the pool that all calls read."""
         return self._spec(self.batch * self.context // self.page_size)
@@ -76,6 +81,8 @@ class MlaSparseCase:
 
     def _spec(self, pages: int) -> CacheSpec:
         sizes: dict[str, Any] = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
+        if self.cache == "fp8-v4":
+            sizes["scale_dtype"] = jnp.float8_e8m0fnu
         return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
 
     @property
@@ -91,12 +98,13 @@ class MlaSparseCase:
     @property
     def own_bytes(self) -> int:
         """Bytes of the queries and outputs of a call, 2 bytes per element."""
-        return 2 * self.num_rows * self.heads * (2 * self.latent_dim + self.rope_dim)
+        return 2 * self.num_rows * self.heads * (self.latent_dim + self.rope_dim + self.value_dim)
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of both GEMMs (scores and outputs)."""
-        return 2 * self.num_rows * self.heads * (self.top_k + self.window) * (2 * self.latent_dim + self.rope_dim)
+        width = self.latent_dim + self.rope_dim + self.value_dim
+        return 2 * self.num_rows * self.heads * (self.top_k + self.window) * width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +113,6 @@ class MlaSparseInputs:
 
     shared: dict[str, Any]
     owns: list[dict[str, Any]]
-
-    @property
-    def cache(self) -> PagedLatent:
-        """The cache of calls without a window."""
-        return self.shared["cache"]
 
 
 def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:

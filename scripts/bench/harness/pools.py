@@ -34,6 +34,9 @@ CACHES: dict[str, tuple[Any, Any]] = {
 page, so that each token has a scale.
 """
 
+FP8_LATENTS = ("fp8", "fp8-v4")
+"""Kinds of float8_e4m3fn latents. "fp8-v4" has DeepSeek-V4's scales, powers of two for 64 columns each."""
+
 COLD_BYTES = 2 * 2**30
 """Bytes that the calls of a chain read before a page is read again, unless `MAX_CALLS` is reached first. This is many
 times the L2 (60 MB on an H200), and enough work that the host can launch the next run in time.
@@ -59,13 +62,15 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def latent_dtype(cache: str) -> Any:
-    """Return the dtype of latents or index keys of the kind `cache`: a key of `CACHES`, or "fp8" (float8_e4m3fn)."""
-    return jnp.float8_e4m3fn if cache == "fp8" else CACHES[cache][0]
+    """Return the dtype of latents or index keys of the kind `cache`: a key of `CACHES`, or one of `FP8_LATENTS`
+    (float8_e4m3fn).
+    """
+    return jnp.float8_e4m3fn if cache in FP8_LATENTS else CACHES[cache][0]
 
 
 def latent_query_dtype(cache: str) -> Any:
-    """Return the dtype of queries over latents or index keys of the kind `cache`: a key of `CACHES`, or "fp8"."""
-    return jnp.bfloat16 if cache == "fp8" else CACHES[cache][0]
+    """Return the dtype of queries over latents or index keys of the kind `cache`, as for `latent_dtype`."""
+    return jnp.bfloat16 if cache in FP8_LATENTS else CACHES[cache][0]
 
 
 def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> CacheSpec:
@@ -151,7 +156,7 @@ def _random_pages(key: Array, array: jax.ShapeDtypeStruct) -> Array:
 
 
 def _random_scales(key: Array, array: jax.ShapeDtypeStruct) -> Array:
-    return jax.random.uniform(key, array.shape, array.dtype, 0.01, 0.04)
+    return jax.random.uniform(key, array.shape, jnp.float32, 0.01, 0.04).astype(array.dtype)
 
 
 class Pools:

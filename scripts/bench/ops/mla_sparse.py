@@ -20,6 +20,9 @@ def ours(implementation: str, case: MlaSparseCase, arrays: MlaSparseInputs, stop
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.shared)
 
 
+V4_CACHES = (("bf16", 512, 0), ("fp8-v4", 448, 64))
+"""Caches of DeepSeek-V4 with the widths of unrotated and rotated columns. 16-bit caches do not separate them."""
+
 BENCH = Bench(
     grids={
         "sparse": [
@@ -32,8 +35,8 @@ BENCH = Bench(
         ],
         # CSA selects 512 or 1,024 entries; HCA attends to all entries of 128 tokens each.
         "v4": [
-            MlaSparseCase(batch, entries, heads, top_k=chosen, rope_dim=0, window=128)
-            for batch, heads in itertools.product((1, 16, 128), (64, 128))
+            MlaSparseCase(batch, entries, heads, cache, chosen, *widths, window=128)
+            for (cache, *widths), batch, heads in itertools.product(V4_CACHES, (1, 16, 128), (64, 128))
             for entries, chosen in ((2048, 512), (32768, 1024), (256, 256), (1024, 1024), (8192, 8192))
         ],
         "v4-prefill": [
