@@ -102,6 +102,14 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, ruler, *rows))
 
 
+def from_files(headings: list[str], rows: list[list[str]], files: list[set[str]]) -> str:
+    """Return a table whose row i has results of `files[i]`. If the commits of the rows differ, a column names them."""
+    commits = [", ".join(sorted({f"`{read(stem)['commit'][:7]}`" for stem in stems})) for stems in files]
+    if len(set(commits)) == 1:
+        return table(headings, rows)
+    return table([*headings, "commit"], [[*row, commit] for row, commit in zip(rows, commits, strict=True)])
+
+
 def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     """Format GPU, versions, rates, commit and link of a result file as one line of Markdown."""
     report = read(stem)
@@ -142,8 +150,9 @@ def operation(*sources: Cases) -> Callable[[str], str]:
             for source in sources
             for case in source
         ]
+        files = [{source.stem} for source in sources for _ in source]
         notes = [provenance(source.stem, source.contenders(), document) for source in sources]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        return from_files(headings, rows, files) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -205,7 +214,7 @@ def mla_key(case: dict[str, Any]) -> tuple[int, int, int] | None:
     return parsed and (int(parsed["heads"]), int(parsed["queries"] or 1), int(parsed["context"]))
 
 
-def engine(*stems: str) -> Callable[[str], str]:
+def engine(stem: str) -> Callable[[str], str]:
     """Table of the engine's tokens per second and latencies, by number of sequences and context."""
 
     def write(document: str) -> str:
@@ -216,21 +225,11 @@ def engine(*stems: str) -> Callable[[str], str]:
                 f"{case['decode_tokens_per_s']:,.0f} ({case['decode_fraction_of_floor']:.0%})",
                 milliseconds(case["ttft_s"]["median"]),
                 milliseconds(case["between_tokens_s"]["median"]),
-                f"`{read(stem)['commit'][:7]}`",
             ]
-            for stem in stems
             for case in sorted(read(stem)["results"][0]["cases"], key=lambda c: (c["context"], c["batch"]))
         ]
-        headings = [
-            "sequences x context",
-            "prefill tokens/s",
-            "decode tokens/s",
-            "first token",
-            "between tokens",
-            "commit",
-        ]
-        notes = [provenance(stem, ["mosaic"], document) for stem in stems]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        headings = ["sequences x context", "prefill tokens/s", "decode tokens/s", "first token", "between tokens"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
 
     return write
 
@@ -269,7 +268,7 @@ def arrivals(stem: str) -> Callable[[str], str]:
             ]
             longest = f"{result['longest_step_over_median']:.1f}x"
             rows.append([f"{result['rate']:g}", f"{result['step_tokens']:,}", *times, longest])
-        headings = ["requests a second", "tokens a step", "first token, ms", "between tokens, ms", "longest step"]
+        headings = ["requests/s", "tokens per step", "first token, ms", "between tokens, ms", "longest / median step"]
         return "\n".join([table(headings, rows), provenance(stem, [], document), ""])
 
     return write
@@ -345,7 +344,7 @@ def head_windows(*stems: str) -> Callable[[str], str]:
                         f"{milliseconds(windowed['between_tokens_s']['median'])}",
                     ]
                 )
-        headings = ["windowed heads", "contexts in one pool", "share of the bound", "decode tokens/s"]
+        headings = ["windowed heads", "contexts in one pool", "of the possible gain", "decode tokens/s"]
         headings += ["tokens/s of whole runs", "first token", "between tokens"]
         notes = [provenance(stem, ["mosaic"], document) for stem in stems]
         return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
@@ -357,21 +356,24 @@ def sparse_layer(*sources: Cases) -> Callable[[str], str]:
     """Table of the microseconds of sparse and of dense attention of a layer, and their ratio, by cache dtype."""
 
     def write(document: str) -> str:
+        found = [
+            (source.stem, case)
+            for source in sources
+            for case in source
+            if measured(case, "sparse") and measured(case, "dense")
+        ]
         rows = [
             [
                 f"{case['arguments']['heads']}, {case['arguments']['batch']} x {case['arguments']['context'] // 1024}k",
                 case["arguments"]["cache"],
                 *(microseconds(case["results"][name]["median_us"]) for name in ("sparse", "dense")),
                 f"{case['results']['sparse']['median_us'] / case['results']['dense']['median_us']:.2f}",
-                f"`{read(source.stem)['commit'][:7]}`",
             ]
-            for source in sources
-            for case in source
-            if measured(case, "sparse") and measured(case, "dense")
+            for _, case in found
         ]
-        headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense", "commit"]
+        headings = ["heads, sequences x context", "caches", "sparse, µs", "dense, µs", "sparse / dense"]
         notes = [provenance(source.stem, ["mosaic"], document) for source in sources]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        return from_files(headings, rows, [{stem} for stem, _ in found]) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -382,9 +384,10 @@ def sparse_engine(*stems: str) -> Callable[[str], str]:
     """
 
     def write(document: str) -> str:
-        results = [result for stem in stems for result in read(stem)["results"]]
-        found = {(r["batch"], r["context"], r["cache"], r["sparse"]): r for r in results}
-        rows = []
+        results = [(stem, result) for stem in stems for result in read(stem)["results"]]
+        found = {(r["batch"], r["context"], r["cache"], r["sparse"]): r for _, r in results}
+        origin = {(r["batch"], r["context"], r["cache"], r["sparse"]): stem for stem, r in results}
+        rows, files = [], []
         for batch, context, dtype in sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: (key[2], key)):
             sparse, dense = (found.get((batch, context, dtype, kind)) for kind in (True, False))
             ratio = f"{sparse['decode_tokens_per_s'] / dense['decode_tokens_per_s']:.2f}x" if sparse and dense else ""
@@ -392,9 +395,10 @@ def sparse_engine(*stems: str) -> Callable[[str], str]:
                 f"{r['decode_tokens_per_s']:,.0f} ({r['fraction_of_floor']:.0%})" if r else "" for r in (sparse, dense)
             ]
             rows.append([f"{batch} x {context // 1024}k", DTYPES.get(dtype, dtype), *cells, ratio])
+            files.append({stem for key, stem in origin.items() if key[:3] == (batch, context, dtype)})
         headings = ["sequences x context", "caches", "sparse, tokens/s", "dense, tokens/s", "sparse / dense"]
         notes = [provenance(stem, ["mosaic"], document) for stem in stems]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        return from_files(headings, rows, files) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -406,16 +410,16 @@ def speculation(*stems: str) -> Callable[[str], str]:
     """
 
     def write(document: str) -> str:
-        results = [result for stem in stems for result in read(stem)["results"]]
-        shapes = list(dict.fromkeys((r["batch"], r["context"]) for r in results))
-        found = {(drafts_of(r), r["batch"], r["context"]): r for r in results}
-        rows = [
-            [kind, *(multiple(found.get((kind, *shape))) for shape in shapes)]
-            for kind in dict.fromkeys(key[0] for key in found)
-        ]
+        results = [(stem, result) for stem in stems for result in read(stem)["results"]]
+        shapes = list(dict.fromkeys((r["batch"], r["context"]) for _, r in results))
+        found = {(drafts_of(r), r["batch"], r["context"]): r for _, r in results}
+        origin = {(drafts_of(r), r["batch"], r["context"]): stem for stem, r in results}
+        kinds = list(dict.fromkeys(key[0] for key in found))
+        rows = [[kind, *(multiple(found.get((kind, *shape))) for shape in shapes)] for kind in kinds]
+        files = [{stem for key, stem in origin.items() if key[0] == kind} for kind in kinds]
         headings = ["drafts", *(f"{batch} x {context // 1024}k" for batch, context in shapes)]
         notes = [provenance(stem, [], document) for stem in stems]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        return from_files(headings, rows, files) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -437,19 +441,20 @@ def hand_over(*stems: str) -> Callable[[str], str]:
     """
 
     def write(document: str) -> str:
-        rows = []
+        rows, files = [], []
         for stem in stems:
             for result in read(stem)["results"]:
+                files.append({stem})
                 whole, layered, apart = (
                     result[f"{name}_ttft_s"]["median"] for name in ("whole", "layered", "two_processes")
                 )
                 arrived = f"{result['arrived_before_first_token']:.0%}"
                 times = [f"{1e3 * whole:.1f}", f"{1e3 * layered:.1f} ({result['cost']:+.1%})", arrived]
                 rows.append([f"{result['prompt_tokens']:,}", *times, str(read(stem)["cards"]), f"{1e3 * apart:.1f}"])
-        headings = ["prompt", "whole steps, ms", "pages leave, ms", "pages on the host at that time"]
-        headings += ["GPUs of two processes", "first token with two processes, ms"]
+        headings = ["prompt tokens", "whole steps, ms", "layer by layer, ms", "pages received by then"]
+        headings += ["GPUs of the two processes", "two processes, ms"]
         notes = [provenance(stem, [], document) for stem in stems]
-        return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
+        return from_files(headings, rows, files) + "\n" + "\n".join(notes) + "\n"
 
     return write
 
@@ -499,7 +504,7 @@ def cache_costs(stem: str, cached: str) -> Callable[[str], str]:
             rows.append(
                 [f"`{model}`, {weights}", f"{deviation:.2f}", *(cost_cell(case) if case else "" for case in cells)]
             )
-        headings = ["model, weights", "deviation of logits", *(DTYPES.get(dtype, dtype) for dtype in dtypes)]
+        headings = ["model, weights", "std of logits", *(DTYPES.get(dtype, dtype) for dtype in dtypes)]
         return table(headings, rows) + "\n" + provenance(stem, [], document) + "\n"
 
     return write
