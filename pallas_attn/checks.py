@@ -162,7 +162,7 @@ def _as_int32(name: str, values: Any) -> Any:
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(values, list | tuple)):
         raise ValueError(f"{name}: expected dtype int32, got {array.dtype.name}")
     if array.size and not (array.min() >= INT32_RANGE.min and array.max() <= INT32_RANGE.max):
-        raise ValueError(f"{name}: expected numbers that an int32 holds, got {array.min()} to {array.max()}")
+        raise ValueError(f"{name}: expected numbers in the range of int32, got {array.min()} to {array.max()}")
     return jnp.asarray(array.astype(np.int32))
 
 
@@ -350,10 +350,10 @@ def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
     if jnp.dtype(kv.k.dtype) not in FLOAT8:
         names = " or ".join(dtype.name for dtype in FLOAT8)
         raise NotImplementedError(
-            f"q_scale: takes a cache in {names}, the dtype of the 8-bit queries; got one in {kv.k.dtype.name}"
+            f"q_scale: takes a cache in {names}, the dtype of the 8-bit queries; got a cache in {kv.k.dtype.name}"
         )
     if q.dtype not in PLAIN and out_dtype is None:
-        raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {q.dtype.name}, got None")
+        raise ValueError(f"out_dtype: expected a dtype of 16 or 32 bits with queries in {q.dtype.name}, got None")
 
 
 def _check_fused(kv: PagedKV, dims: Dims) -> None:
@@ -367,8 +367,8 @@ def _check_fused(kv: PagedKV, dims: Dims) -> None:
     width = dims["D"] if "D" in dims else dims["columns"] // 2
     if dims["columns"] % 2 or dims["columns"] < 2 * width:
         raise ValueError(
-            f"kv.k: expected an even number of columns, keys in the first half and values in the second, of"
-            f" D={width} or more each, where kv.v is None; got {dims['columns']}"
+            f"kv.k: expected 2·W columns with W >= D={width}, because kv.v is None: keys in the first W columns and"
+            f" values in the last W; got {dims['columns']} columns"
         )
     dims.bind("D", width)
     dims.bind("Dv", width, "kv: fused values are as wide as keys")
@@ -401,7 +401,7 @@ def check_latent(
     quantised = dtype == LATENT_8BIT and not unscaled
     for field, part in (("scale", cache.scale), ("rope", cache.rope)):
         if quantised and part is None:
-            raise ValueError(f"{name}.{field}: a {dtype.name} cache needs one, got None")
+            raise ValueError(f"{name}.{field}: expected an array with {dtype.name} pages, got None")
         if not quantised and part is not None:
             raise ValueError(f"{name}.{field}: expected None with {dtype.name} pages, got {_described(part)}")
     if cache.scale is not None:
@@ -426,7 +426,7 @@ def _check_scaled_latent(cache: PagedLatent, dims: Dims, group: int, name: str) 
     own.check(f"{name}.scale", cache.scale, f"N ps {own['L'] // group}")
     own.check(f"{name}.rope", cache.rope, "N ps R", ROPE_DTYPES)
     if all_values and cache.width != dims["L"]:
-        raise ValueError(f"{name}.pages: expected {dims['L']} columns with {name}.rope, got {cache.width}")
+        raise ValueError(f"{name}: expected {dims['L']} columns of pages and rope together, got {cache.width}")
 
 
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
@@ -447,7 +447,7 @@ def check_index_keys(index: PagedIndexKeys, dims: Dims, *, name: str = "index") 
     dims.check(f"{name}.keys", index.keys, "N ps Di", (*PLAIN, LATENT_8BIT))
     dtype = jnp.dtype(index.keys.dtype)
     if dtype == LATENT_8BIT and index.scale is None:
-        raise ValueError(f"{name}.scale: a {dtype.name} cache needs one, got None")
+        raise ValueError(f"{name}.scale: expected an array with {dtype.name} keys, got None")
     if dtype != LATENT_8BIT and index.scale is not None:
         raise ValueError(f"{name}.scale: expected None with {dtype.name} keys, got {_described(index.scale)}")
     if index.scale is not None:

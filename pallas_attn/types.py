@@ -217,8 +217,7 @@ def latent_cache_spec(
       num_pages: N, pages in the pool.
       page_size: ps, tokens per page.
       latent_dim: L, width of a latent.
-      rope_dim: R, width of the rotated key. 0 for latents that contain the rotated columns, which must not be in
-        float8_e4m3fn.
+      rope_dim: R, width of the rotated key. 0 if the latents contain the rotated columns; not 0 for float8_e4m3fn.
       dtype: bfloat16, float16 or float32 for one array of pages [N, ps, L + R]; or float8_e4m3fn for three arrays:
         latents [N, ps, L], scales [N, ps, L / 128] and rotated keys [N, ps, R].
       rope_dtype: dtype of the rotated keys of a float8_e4m3fn cache: bfloat16 or float16; None for bfloat16. Must be
@@ -327,9 +326,9 @@ class PagedKV:
       k_scale, v_scale: float32 scales of an 8-bit cache, or None. A key or value is the stored number times its scale.
         Shapes: [Hkv], one per head; [Hkv, D] and [Hkv, Dv], one per head and column; or [N, Hkv, g], one per page,
         head and token group, where group j of a page has the page's tokens [j·ps/g, (j+1)·ps/g).
-      view_page_size: tokens per page of the array that this cache views with one token per page; None for a cache that
-        is no view. `view_nhd` and `view_fused` set it. Operations then require block tables from `token_tables`: the
-        number of entries per row must be a multiple of it. Replace it by None to pass other tables of tokens.
+      view_page_size: None, except for a view with one token per page of an array (`view_nhd`, `view_fused`): tokens per
+        page of the array. Operations on a view require block tables from `token_tables`: the number of entries per row
+        must be a multiple of `view_page_size`. Replace `view_page_size` by None to pass other tables of tokens.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -476,7 +475,7 @@ class PagedIndexKeys:
 @dataclasses.dataclass(frozen=True)
 class HeadWindow:
     """Window per KV head. A query sees two ranges of keys: the first `sink_tokens` keys of the sequence, and the last
-    `window` keys up to the query's own key, which counts.
+    `window` keys up to and including the query's own key.
 
     Attributes:
       window: int32 [Hkv], keys, at least 1; FULL hides no key.
@@ -557,10 +556,11 @@ class DecodePlan:
       next_row: int32 [B·Hkv], index of the next row with visible pages; B·Hkv if no such row follows.
       merged_rows: int32 [B·Hkv + 1], indices of the rows that the merge kernel writes: all rows with n = 0 or n > 1.
         The remaining entries are B·Hkv.
-      split_indptr: int32 [B·Hkv + 1], index of the first split of each row, over all rows; last the total.
-      cta_row, cta_page: int32 [num_programs + 1], where each CTA starts; last the end of the last CTA.
+      split_indptr: int32 [B·Hkv + 1], index of the first split of each row among all splits; the last entry is the
+        number of splits.
+      cta_row, cta_page: int32 [num_programs + 1], start of each CTA; the last entry is the end of the last CTA.
       cta_split: int32 [num_programs + 1], index of the first split of each CTA.
-      made_for: sizes and options of the decode call. A decode call with others raises ValueError.
+      made_for: sizes and options of the decode call. A decode call with other values raises ValueError.
       implementation: module that runs the decode call, for example "mosaic_sm90"; "xla" and "reference" ignore plans.
       split_pages: maximum pages per split in `fixed` mode, 0 in `balanced` mode.
 

@@ -425,7 +425,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scale without rope": (
         {"cache": PagedLatent(FP8, jnp.ones((N, PS, 1)))},
-        "cache.rope: a float8_e4m3fn cache needs one, got None",
+        "cache.rope: expected an array with float8_e4m3fn pages, got None",
     ),
     "new latents of other 8 bits": (
         {"cache": PagedLatent(FP8), "new_rope": jnp.zeros((T, R), jnp.float8_e5m2)},

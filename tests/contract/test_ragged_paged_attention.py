@@ -519,7 +519,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "k_scale of a plain cache": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache, which has no scales"),
     "v_scale beside groups": (
         {"kv": PagedKV(FP8, FP8, GROUPS, GROUPS), "v_scale": 0.5},
-        "v_scale: expected None with scales of token groups",
+        "v_scale: expected None, because kv has scales of token groups",
     ),
     "quantised tokens beside groups": (
         {"kv": PagedKV(FP8, FP8, GROUPS, GROUPS), "k": np.zeros((T, HKV, D), FP8.dtype)},

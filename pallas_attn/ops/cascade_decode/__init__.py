@@ -1,7 +1,7 @@
 """Decode of sequences that share their leading pages, such as samples of one prompt (cascade attention; Hydragen,
 arXiv:2402.05099).
 
-The operation composes three others. `paged_prefill` computes attention of the queries of all sequences to the shared
+The operation calls three operations. `paged_prefill` computes attention of the queries of all sequences to the shared
 pages, as if all queries belonged to one sequence. `paged_decode` computes attention of each sequence to its remaining
 pages. `merge_states` merges the two results.
 """

@@ -48,13 +48,13 @@ def compress_and_write(
     Args:
       state: compressor rows of each token, 2·c·D columns in float32, from `latent_cache_spec` with rope_dim=0.
       entries: cache of the entries, with D columns: a `PagedLatent` (rope_dim 0 without scales; with scales,
-        latent_dim + rope_dim = D) or a `PagedIndexKeys`, in any dtype. Its tables count entries: entry e of a
-        sequence is in page e // page_size of the sequence's row.
+        latent_dim + rope_dim = D) or a `PagedIndexKeys`, in any dtype. A page has page_size entries: entry e of a
+        sequence is in the page that `entry_tables` lists at index e // page_size.
       rows: compressor rows of the new tokens: columns [:c·D] are the contents, columns [c·D:] are the gates with the
         position bias. c is 1 or 2.
       norm: weight of the RMSNorm, in bfloat16, float16 or float32.
       cos, sin: cosines and sines for the first position of each token's block, p - p % ratio for a token at position p.
-        Only the rows of tokens that complete a block are used.
+        Only the angles of tokens that complete a block are used.
       state_tables: page ids of `state`. Rows on absent pages are not written, and count as missing.
       entry_tables: page ids of `entries`. Entries on absent pages or past the table are not written.
       cu_q_lens: prefix sums of the new tokens.

@@ -30,8 +30,8 @@ def gather_latent(
     cu_q_lens[s + 1] - cu_q_lens[s] new tokens in `latent_new`. Its other kv_lens[s] - (number of new tokens) tokens are
     in its pages. Sequence s starts at row sum(kv_lens[:s]) of the result.
 
-    Values of a cache without scales are copied without change. Cached tokens of a quantised cache are dequantised, and
-    new tokens are rounded to the values that would be read from the cache after they were written.
+    Values of a cache without scales are copied without change. Cached tokens of a quantised cache are dequantised. New
+    tokens are rounded to the values that a write to the cache and a later read would return.
 
     Args:
       cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.

@@ -43,14 +43,13 @@ def mla_decode(
       block_tables: page ids. Tokens of PAGE_NONE and of ids outside the pool are invisible. Entries without a visible
         token may have any value.
       kv_lens: tokens per sequence, including the new tokens; 0 for an idle sequence.
-      sm_scale: factor of the scores. It is required, because it depends on the head width before the absorption of
-        W_UK, which the arguments do not have.
+      sm_scale: factor of the scores. It has no default, because it depends on the width of a key before absorption.
       q_lens: number of real queries per sequence, at most Q; None if every sequence has Q queries.
       window: number of newest latents that every head sees; None for all.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among draft
-        keys.
-      plan: from `plan_decode` with num_kv_heads = 1; changes speed and rounding only.
+      draft_mask: entry [b, i, j] is True if query i sees draft key j, the key at position kv_len - q_len + j; replaces
+        causality among draft keys.
+      plan: from `plan_decode` with the queries (q_latent, q_rope); changes speed and rounding only.
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for the dtype of q_latent.
       implementation: None, a name, or names to try in order.

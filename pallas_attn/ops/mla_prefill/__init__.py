@@ -64,7 +64,7 @@ def mla_prefill(
       absorbed: form of the attention to the prefix: True for absorbed, False for expanded, None for the form that is
         expected to be faster. With a window, only None and False are supported, and both mean expanded. None means
         absorbed if Mosaic's `mla_decode` supports the call and the sequences have at most n new tokens on average,
-        weighted by their cached tokens. n is about 300 for 128 heads of DeepSeek-V3's widths, and 512 for 16 heads
+        weighted by their cached tokens. n is about 320 for 128 heads of DeepSeek-V3's widths, and 512 for 16 heads
         (see `AbsorptionConfig`). The device computes the average; for small T (at most n, and at most 128 for 128
         heads or 512 for 16 heads), absorbed is chosen when the call is traced.
       piece_tokens: number of prefix tokens, of all sequences together, that are expanded at a time, rounded up to

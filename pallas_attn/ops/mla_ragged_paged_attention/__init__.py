@@ -62,7 +62,7 @@ def mla_ragged_paged_attention(
     latents of their sequence. The signature is the signature of JAX engines for TPUs.
 
     The attention is absorbed MLA: every head reads the same key [L + R], whose first L columns are also the value. The
-    caller multiplies the queries by W_UK before the call and the output by W_UV after it. The host needs to know no
+    caller multiplies the queries by W_UK before the call and the output by W_UV after it. The host does not need the
     lengths: all arrays stay on the device.
 
     Args:

@@ -37,13 +37,12 @@ def mla_sparse(
 
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
-      q_rope: rotated queries for the rotated key columns, in the same dtype. None if all columns are key and value: the
-        cache has R = 0, or with scales L + R columns in total.
+      q_rope: rotated queries for the rotated key columns, in the same dtype. None if all L columns are key and value:
+        the cache has R = 0, or scales and L columns including the rotated keys.
       cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
       slots: page · ps + offset of the latents that each token attends to, from `token_slots`. A token must not name a
         slot twice. -1 and slots outside the pool are ignored.
-      sm_scale: factor of the scores. It is required, because it depends on the head width before the absorption of
-        W_UK, which the arguments do not have.
+      sm_scale: factor of the scores. It has no default, because it depends on the width of a key before absorption.
       extra_cache: a second cache with arrays of the same dtypes and widths, or None.
       extra_slots: slots of `extra_cache` that each token attends to, in the form of `slots`; None without a second
         cache. Kernels skip trailing -1 of the last list of slots only, so the longer list belongs here.

@@ -50,12 +50,12 @@ def paged_decode(
       window: None, the number of newest keys that every head sees, or a `HeadWindow`.
       sinks: one learned logit per head (float32) that enters the head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j. It replaces causality among the
-        draft keys.
+      draft_mask: entry [b, i, j] is True if query i sees draft key j, the key at position kv_len - q_len + j. The mask
+        replaces causality among the draft keys.
       q_scale: a number, or float32 per query head or per head of each token, for 8-bit queries over a float8 cache.
         Unless q is float8, q is divided by `q_scale` (IEEE division), clipped to the range of the cache's dtype, and
-        rounded to it (half to even). Scores of these values are multiplied by `q_scale` and by the scales of the keys,
-        for every scale layout. It must be positive. None for unquantised queries.
+        rounded to it (half to even). Scores of these values are multiplied by `q_scale` and by the scales of the keys.
+        `q_scale` must be positive. None for unquantised queries.
       plan: from `plan_decode`, made for these lengths and windows. It affects only speed and rounding.
       out: packed output array in the output's dtype, for a step that mixes decodes with other tokens. Its first B·Q
         tokens become this call's output, in place if the array may be donated; its other tokens do not change. None to

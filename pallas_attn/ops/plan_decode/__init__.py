@@ -59,8 +59,8 @@ def plan_decode(
     makes its own plan. The plan is computed on the device: the function works inside `jax.jit` and does not
     synchronize with the host.
 
-    A row of the plan is one KV head of one sequence. Its cost is its number of visible pages plus a constant for
-    starting it.
+    A row of the plan is one KV head of one sequence. The cost of a row is the number of its visible pages plus a
+    constant for its start.
 
     - `balanced` mode gives every CTA an equal share of the total cost, and splits a row where a share ends. Split rows
       need a merge. The plan therefore prefers a schedule with fewer splits (whole rows per CTA, or several CTAs for one

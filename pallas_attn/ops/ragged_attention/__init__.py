@@ -37,8 +37,7 @@ def ragged_attention(
         less than an earlier one, such as a 0 at the end, counts as the largest earlier entry.
       causal: whether the last query sees all keys, the query before it all keys but one, and so on.
       sm_scale: factor of the scores; None for Dk**-0.5.
-      window: number of newest keys that a query sees, out of the keys that causality shows; None for all. A window
-        needs `causal`.
+      window: a query sees only this number of newest keys of its causal keys; None for all. A window needs `causal`.
       sinks: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
       soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.

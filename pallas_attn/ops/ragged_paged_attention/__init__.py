@@ -57,7 +57,7 @@ def ragged_paged_attention(
     """Write the new keys and values of each sequence to its pages, then compute attention of the new tokens to all
     tokens of their sequence. The signature is the signature of JAX engines for TPUs.
 
-    Sequences with one new token and sequences with several may be in any order. The host needs to know no lengths: all
+    Sequences with one new token and sequences with several may be in any order. The host does not need the lengths: all
     arrays stay on the device.
 
     Args:
@@ -66,9 +66,9 @@ def ragged_paged_attention(
       k, v: keys and values of the new tokens in bfloat16, float16 or float32. For a quantised cache with static scales,
         they may also be quantised already, in the dtype of the cache. Unused with `update_kv_cache=False`, and may then
         be None.
-      kv: the cache, or an array of pages with keys and values, without a copy. The cache is written in place if it is
-        donated. For each token, an array has 2·Hkv rows of at least D columns, keys and values alternating, or Hkv rows
-        of 2·D columns, the key followed by the value: [N, ps, rows, columns], or [N, ps, rows / packing, packing,
+      kv: the cache, or an array of pages with keys and values, which is not copied. The cache is written in place if it
+        is donated. For each token, an array has 2·Hkv rows of at least D columns, keys and values alternating, or Hkv
+        rows of 2·D columns, the key followed by the value: [N, ps, rows, columns], or [N, ps, rows / packing, packing,
         columns], where the number of rows is padded to a multiple of the packing (tpu-inference). An 8-bit array
         without `k_scale` or `v_scale` has scales of 1. Mosaic kernels do not support arrays.
       kv_lens: tokens of each sequence, including the new tokens.
@@ -78,8 +78,7 @@ def ragged_paged_attention(
       cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
         cu_q_lens[s + 1]. An entry below an earlier entry, such as a 0 at the end, counts as the largest earlier entry.
       distribution: n, [n] or [i, j, n]: only the first n sequences exist, and lengths and tables of the other S - n may
-        have any value. Sequences i to j - 1 run as prefill even with one new token. None for n = S without such
-        sequences.
+        have any value. Sequences i to j - 1 run as prefill even with one new token. None for n = S and i = j.
       sm_scale: factor of the scores. The default is 1, as in JAX engines for TPUs; other operations have D**-0.5.
       causal: True if a token sees the keys up to its own position, False if it sees all keys of its sequence.
       sliding_window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs
@@ -209,7 +208,7 @@ def _static_scale(name: str, given: Any, own: Any, pages: Any) -> Any:
     if jnp.dtype(pages.dtype) not in QMAX:
         raise ValueError(f"{name}: expected None with a {jnp.dtype(pages.dtype).name} cache, which has no scales")
     if own is not None and own.ndim == 3:
-        raise ValueError(f"{name}: expected None with scales of token groups, which kv has, {list(own.shape)}")
+        raise ValueError(f"{name}: expected None, because kv has scales of token groups, shape {list(own.shape)}")
     if not hasattr(given, "dtype"):
         given = jnp.float32(checks.required_number(name, given))
     checks.check_dtype(name, given, checks.F32)
