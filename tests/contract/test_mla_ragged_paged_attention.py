@@ -418,7 +418,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
     "sm_scale": ({"sm_scale": None}, "sm_scale: expected a positive finite number, got None"),
     "update": ({"update_kv_cache": 1}, "update_kv_cache: expected True or False"),
-    "k_scale": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache that has none"),
+    "k_scale": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache that is not quantised"),
     "v_scale of groups": (
         {"cache": jax.eval_shape(lambda: PagedLatent.allocate(GROUPED)), "v_scale": 0.5},
         "v_scale: expected None with a float8_e4m3fn cache that has scales",

@@ -167,7 +167,7 @@ def _static_scales(cache: PagedLatent, **scales: float | None) -> list[float]:
     for name, given in scales.items():
         number = checks.number(name, given)
         if number is not None and (cache.is_quantised or cache.pages.dtype in checks.PLAIN):
-            has = "has scales" if cache.is_quantised else "has none"
+            has = "has scales" if cache.is_quantised else "is not quantised"
             raise ValueError(f"{name}: expected None with a {jnp.dtype(cache.pages.dtype).name} cache that {has}")
         numbers.append(1.0 if number is None else number)
     return numbers
