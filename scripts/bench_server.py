@@ -1,7 +1,7 @@
 """Measure the HTTP server next to the offline engine: `python scripts/bench_server.py [--config v2-lite] [--json OUT]`.
 
     python scripts/bench_server.py --url http://127.0.0.1:8001 --vocab-size 102400 --model NAME   # another server
-    python scripts/bench_server.py --config v3-tiny --paced 60 --users 128                        # no model, no GPU
+    python scripts/bench_server.py --config v3-tiny --paced 20 --users 128                        # no GPU
 
 The first form makes a model with random weights and a tokenizer with random tokens. It measures:
 
@@ -11,18 +11,19 @@ The first form makes a model with random weights and a tokenizer with random tok
 - shared prefix: arrivals with prompts that start with the same tokens;
 - JSON: users whose outputs follow a JSON schema.
 
-The client (`scripts/bench/engine/http_load.py`) runs in another process. The second form sends the same requests to
-another server with the API of OpenAI. The third form replaces the engine's steps by waiting, and measures the processor
-time per token of the event loop and of the engine's thread.
+The client (`scripts/bench/engine/http_load.py`) and the HTTP server run in other processes. The second form sends the
+same requests to another server with the API of OpenAI. The third form replaces the device by waiting, 20 ms per step in
+the example. It measures offline and users, and the processor time per token of the event loop and of the engine's
+thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -46,18 +47,18 @@ from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
 from pallas_attn.models.decoder import AttentionSettings
 from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams
+from pallas_attn.models.server import http_process
+from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ParserNames
-from pallas_attn.models.server.server import Server, ServerOptions, listen
+from pallas_attn.models.server.server import ServerOptions, listen
 from scripts.bench.engine.http_load import Load
-from scripts.bench.engine.paced_engine import PacedEngine
+from scripts.bench.engine.paced_runner import PacedRunner
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.harness.device import description
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
-EVENT_LOOP = "event loop"
-"""Name of the thread of the server's event loop."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -84,8 +85,8 @@ def loads(args: argparse.Namespace, vocab_size: int) -> list[Load]:
     return made
 
 
-def random_tokenizer(vocab_size: int) -> tuple[Tokenizer, Tokenizer]:
-    """Return two equal tokenizers with random tokens of letters. The last token ends a sequence."""
+def write_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """Write a tokenizer with random tokens of letters to a folder. The last token ends a sequence."""
     draw, letters = np.random.default_rng(0), np.array([*"abcdefghijklmnopqrstuvwxyz", "\u0120"])
     texts = dict.fromkeys(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
     while len(texts) < vocab_size - 1:
@@ -94,12 +95,11 @@ def random_tokenizer(vocab_size: int) -> tuple[Tokenizer, Tokenizer]:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(["<end>"])
-    with tempfile.TemporaryDirectory() as folder:
-        made.save(f"{folder}/tokenizer.json")
-        first, second = load_tokenizer(Path(folder)), load_tokenizer(Path(folder))
-    if first is None or second is None:
+    made.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(folder)
+    if loaded is None:
         raise RuntimeError("the tokenizer was not loaded")
-    return first, second
+    return loaded
 
 
 def make_llm(args: argparse.Namespace, tokenizer: Tokenizer) -> LLM:
@@ -136,23 +136,36 @@ def offline(llm: LLM, load: Load) -> dict[str, Any]:
     return named | {"seconds": seconds, "output_tokens": tokens, "output_tokens_per_s": tokens / seconds}
 
 
+class Served(NamedTuple):
+    """A server.
+
+    Attributes:
+      url: its address.
+      process: its process.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 @contextlib.contextmanager
-def serving(llm: LLM, tokenizer: Tokenizer) -> Iterator[str]:
-    """Context manager that serves an LLM on a free port of 127.0.0.1. Yields the address."""
-    server = Server(llm, [tokenizer], ServerOptions(["model"], ParserNames(None, None), grace_s=0.0), ServerLimits())
-    listener = listen("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    listening = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, listening.set)), name=EVENT_LOOP)
-    thread.start()
-    listening.wait()
+def serving(llm: LLM, tokenizer: Path) -> Iterator[Served]:
+    """Context manager that serves an LLM on a free port of 127.0.0.1. `tokenizer` is a folder with a tokenizer."""
+    options = ServerOptions(["model"], llm.engine.max_sequence_len, ParserNames(None, None), grace_s=0.0)
+    setup = http_process.HttpSetup("bench_server", tokenizer, 1, options, ServerLimits())
+    own, end = socket.socketpair()
+    with listen("127.0.0.1", 0) as listener, end:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.listen()
+        engine = EngineThread(llm, own, setup.limits)
+        process = http_process.start(setup, listener, end)
     try:
         while not is_ready(url):
             time.sleep(0.1)
-        yield url
+        yield Served(url, process)
     finally:
-        server.stop()
-        thread.join()
+        engine.request_stop()
+        process.wait()
 
 
 def is_ready(url: str) -> bool:
@@ -181,50 +194,51 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.url is not None:
         yield from measure(args.url, loads(args, args.vocab_size))
         return
-    tokenizer, second = random_tokenizer(CONFIGS[args.config].vocab_size)
-    llm = make_llm(args, tokenizer)
-    if args.paced is not None:
-        yield from paced(args, llm, second)
-        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        llm = make_llm(args, write_tokenizer(folder, CONFIGS[args.config].vocab_size))
+        yield from (own_results if args.paced is None else paced_results)(args, llm, folder)
+
+
+def own_results(args: argparse.Namespace, llm: LLM, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the results of each measurement of a model and its server. `folder` has the tokenizer."""
     seconds = llm.engine.warmup()
     yield {"name": "warmup", "seconds": seconds, "programs": llm.engine.stats().compilations}
     each = loads(args, CONFIGS[args.config].vocab_size - 1)
     for load in each:
         if load.users and load.schema is None:
             yield offline(llm, dataclasses.replace(load, seed=load.seed + 1000))  # prompts that are not cached later
-    with serving(llm, second) as url:
-        yield from measure(url, each)
+    with serving(llm, folder) as served:
+        yield from measure(served.url, each)
 
 
-def paced(args: argparse.Namespace, llm: LLM, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Measure the server with an engine that generates tokens without a model. Yield the results for each number of
-    users, with microseconds of processor time per output token."""
+def paced_results(args: argparse.Namespace, llm: LLM, folder: Path) -> Iterator[dict[str, Any]]:
+    """As `own_results`, without a model. The results have microseconds of processor time per output token."""
     vocab_size = CONFIGS[args.config].vocab_size
     tokens = np.random.default_rng(0).integers(256, vocab_size - 1, 2**16).tolist()
-    llm.engine = PacedEngine(llm.engine, tokens, args.paced)  # pyrefly: ignore[bad-assignment]
-    same: dict[str, Any] = {
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "vocab_size": vocab_size,
-    }
-    each = [Load("warm-up", 8, users=8, **(same | {"new_tokens": 16}))]
-    each += [Load("paced users", args.rounds * users, users=users, seed=users, **same) for users in args.users]
-    with serving(llm, tokenizer) as url:
-        before = thread_times()
-        for result in measure(url, each):
-            after = thread_times()
-            tokens_us = {name: 1e6 * (after[name] - before[name]) / result["output_tokens"] for name in after}
-            yield result | {"event_loop_us": tokens_us[EVENT_LOOP], "engine_thread_us": tokens_us["engine"]}
+    PacedRunner(llm.engine, tokens, args.paced / 1e3)
+    each = [load for load in loads(args, vocab_size - 1) if load.users and load.schema is None]
+    for load in each:
+        began = time.thread_time()
+        result = offline(llm, dataclasses.replace(load, seed=load.seed + 1000))
+        yield result | {"engine_thread_us": 1e6 * (time.thread_time() - began) / result["output_tokens"]}
+    with serving(llm, folder) as served:
+        before = processor_times(served)
+        for result in measure(served.url, each):
+            after = processor_times(served)
+            yield result | {name: 1e6 * (after[name] - before[name]) / result["output_tokens"] for name in after}
             before = after
 
 
-def thread_times() -> dict[str, float]:
-    """Return the processor time in seconds of the server's threads, by name."""
-    return {
-        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        for thread in threading.enumerate()
-        if thread.name in (EVENT_LOOP, "engine") and thread.ident is not None
+def processor_times(served: Served) -> dict[str, float]:
+    """Return the processor time in seconds of the server's event loop and of the engine's thread."""
+    process = served.process.pid
+    (engine,) = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    files = {
+        "event_loop_us": f"/proc/{process}/schedstat",
+        "engine_thread_us": f"/proc/self/task/{engine.native_id}/schedstat",
     }
+    return {name: int(Path(file).read_text().split()[0]) / 1e9 for name, file in files.items()}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -232,7 +246,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
     parser.add_argument("--url", help="measure the server at this address instead; it must be on this machine")
     parser.add_argument(
-        "--paced", type=float, metavar="N", help="measure without a model: each request gets N tokens per second"
+        "--paced", type=float, metavar="MS", help="measure without a device: a step without prompts takes MS ms"
     )
     parser.add_argument("--vocab-size", type=int, default=32000, help="with --url: token ids below it are sent")
     parser.add_argument("--model", help="with --url: name of the model")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import dataclasses
 import functools
 import ipaddress
-import logging
 import os
+import queue
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,14 +46,18 @@ from pallas_attn.models.config import ModelConfig
 from pallas_attn.models.config.json_files import read_json
 from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams, model_folder
+from pallas_attn.models.server import http_process
+from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ReasoningFamily, ToolCallFamily, family_of
-from pallas_attn.models.server.server import Server, ServerOptions, listen, stop_on_signals
+from pallas_attn.models.server.server import ServerOptions, listen
 
 PROG = "pallas-attn serve"
 
 KEYS_VARIABLE = "PALLAS_ATTN_API_KEY"
 """Environment variable with API keys, separated by commas."""
+
+_BACKLOG = 2048  # connections that wait until the HTTP server has started
 
 MODEL_LEN, NUM_SEQS, STEP_TOKENS = 8192, 16, 512
 """Defaults of --max-model-len, if the model's limit is not less, --max-num-seqs and --max-batched-tokens."""
@@ -100,30 +106,46 @@ def run(options: argparse.Namespace) -> int:
       UsageError: wrong options, or a wrong input file.
       Failure: the engine has failed, or the prefix cache cannot be saved.
     """
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
-    for name in ("pallas_attn.server", "uvicorn.access"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    http_process.log_to_stderr()
     enable_compilation_cache(options.prog, options)
     with as_usage_error(OSError, prefix=f"--host, --port: cannot listen on {options.host}:{options.port}: "):
         listener = listen(options.host, options.port)
     with listener:
-        server = _server(options)
+        llm, setup, at_end = _load(options)
         _say(options, f"loaded {options.served_model_name[0]}; compiling")
-        failure = asyncio.run(_serve(server, listener, lambda: _say_address(options, listener)))
-    if failure is not None:
-        print(f"{options.prog}: error: {failure}", file=sys.stderr, flush=True)
-    if server.engine is not None and server.engine.thread_runs():  # a step or the compilation has not ended
-        os._exit(FAILED if failure is not None else 0)
-    return FAILED if failure is not None else 0
+        listener.listen(_BACKLOG)
+        own, end = socket.socketpair()
+        with end:
+            engine = EngineThread(llm, own, setup.limits, at_end)
+            process = http_process.start(setup, listener, end)
+        _say_address(options, listener)
+    status = _wait(process, engine)
+    if status not in (0, http_process.FAILED):
+        print(f"{options.prog}: error: the HTTP server has ended with status {status}", file=sys.stderr, flush=True)
+        status = FAILED
+    if engine.thread_runs():  # a step or the compilation has not ended
+        os._exit(status)
+    return status
 
 
-async def _serve(server: Server, listener: socket.socket, on_listening: Callable[[], object]) -> str | None:
-    stop_on_signals(server, asyncio.get_running_loop())
-    return await server.run(listener, on_listening)
+def _wait(process: subprocess.Popen[bytes], engine: EngineThread) -> int:
+    """Wait for the end of the HTTP server. Return its exit status. SIGTERM and SIGINT let it stop."""
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, lambda received, _: signals.put(received)) for number in numbers]
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(queue.Empty):
+                signals.get(timeout=0.1)
+                engine.request_stop()
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+    return process.returncode
 
 
-def _server(options: argparse.Namespace) -> Server:
-    """Load the model and return a server of it."""
+def _load(options: argparse.Namespace) -> tuple[LLM, http_process.HttpSetup, Callable[[], object]]:
+    """Load the model. Return it, the arguments of the HTTP server, and the function to be called at the end."""
     if options.model is not None:
         with as_usage_error(ValueError):
             options.model = model_folder(options.model, options.revision)
@@ -131,16 +153,14 @@ def _server(options: argparse.Namespace) -> Server:
         config, defaults = announce_module(options, read_config(options)), _defaults(options)
         choose_page_size(options, config)
         folder = options.model
-        loaded = [] if folder is None else [load_tokenizer(folder) for _ in range(options.text_workers + 1)]
-        tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]
+        tokenizer = None if folder is None else load_tokenizer(folder)
         engine_config = _engine_config(options, config)
         model = load(options, config, attention_settings(options), engine_config.mesh)
         options.max_tokens = engine_config.max_model_len  # `make_speculation` limits the number of drafts with it
         speculate = make_speculation(options, model, num_prompts=2**20)
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
-        own = tokenizers[0] if tokenizers else None
-        llm = LLM.of_model(model, dataclasses.replace(engine_config, speculate=speculate), tokenizer=own)
-    template = None if own is None else own.chat_template
+        llm = LLM.of_model(model, dataclasses.replace(engine_config, speculate=speculate), tokenizer=tokenizer)
+    template = None if tokenizer is None else tokenizer.chat_template
     families = family_of(config.model_type, template)
     for name in ("reasoning", "tool_calls"):
         if (given := getattr(options, name)) is not None:
@@ -149,6 +169,7 @@ def _server(options: argparse.Namespace) -> Server:
         options.served_model_name = [options.given_name or name_of(options)]
     server_options = ServerOptions(
         names=options.served_model_name,
+        max_len=llm.engine.max_sequence_len,
         families=families,
         api_keys=options.api_keys,
         allowed_origins=options.allow_origin,
@@ -158,11 +179,11 @@ def _server(options: argparse.Namespace) -> Server:
         access_log=options.access_log,
     )
     limits = ServerLimits(**{field.name: getattr(options, field.name) for field in _LIMITS.values()})
+    setup = http_process.HttpSetup(options.prog, folder, options.text_workers, server_options, limits)
     if options.prefix_cache is None:
-        return Server(llm, tokenizers[1:], server_options, limits)
+        return llm, setup, lambda: None
     load_prefixes(llm.engine, options.prefix_cache)
-    save = functools.partial(save_prefixes, llm.engine, options.prefix_cache)
-    return Server(llm, tokenizers[1:], server_options, limits, at_end=save)
+    return llm, setup, functools.partial(save_prefixes, llm.engine, options.prefix_cache)
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineConfig:
@@ -349,7 +370,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         type=integer,
         default=2,
         metavar="N",
-        help="threads for tokenization and grammars, each with a process for the tokenizer (default: %(default)s)",
+        help="threads for tokenization, each with a process for the tokenizer (default: %(default)s)",
     )
     group.add_argument("--access-log", action="store_true", help="print a line for each request, without its text")
 

@@ -1,7 +1,9 @@
 """An HTTP server with the API of OpenAI: `pallas-attn serve --help`.
 
-Modules in reading order: `limits`, `protocol` (requests), `prepare` (worker threads), `engine_thread`, `responses`,
-`app` (routes), `server` (sockets and life cycle), `metrics`. Generated text: `output_text`, `reasoning`, `tool_calls`.
+Modules in reading order: `http_process` (starts the process of the HTTP server), `messages` (between the processes) and
+`engine_thread` (the process of the engine). The process of the HTTP server: `limits`, `protocol` (requests), `prepare`
+(worker threads), `engine_client`, `responses`, `app` (routes), `server` (sockets and life cycle), `metrics`; generated
+text: `output_text`, `reasoning`, `tool_calls`, `tool_grammar`.
 """
 
 import importlib.util

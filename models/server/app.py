@@ -5,7 +5,7 @@ A request to generate text passes these stages:
     Gate                     # API key, shutdown, number of responses
     _body                    # event loop: bytes of the body, with limits of size and time
     Preparer.chat            # worker thread: JSON, chat template, tokenization, grammar
-    EngineThread.add         # engine thread: steps
+    EngineClient.add         # the engine's process: steps
     Reply                    # event loop: objects of the response
 """
 
@@ -34,8 +34,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pallas_attn
-from pallas_attn.models.server.engine_thread import EngineThread, Part, ServedRequest
+from pallas_attn.models.server.engine_client import EngineClient, ServedRequest
 from pallas_attn.models.server.limits import ApiError, ServerLimits
+from pallas_attn.models.server.messages import Part
 from pallas_attn.models.server.metrics import Metrics
 from pallas_attn.models.server.prepare import Preparer
 from pallas_attn.models.server.responses import DONE, ChatReply, CompletionReply, Reply, check_output, event
@@ -66,7 +67,7 @@ class Api:
       is_stopping: whether new requests are refused because the server stops.
 
     Args:
-      engine: the thread of the engine.
+      engine: the engine.
       preparer: prepares requests in worker threads.
       workers: the worker threads.
       names: names of the model.
@@ -78,7 +79,7 @@ class Api:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: EngineClient,
         preparer: Preparer,
         workers: concurrent.futures.Executor,
         names: Sequence[str],

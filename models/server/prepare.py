@@ -1,7 +1,7 @@
-"""From request bodies to prompts of the engine: JSON, chat templates, tokenization and grammars.
+"""From request bodies to prompts of the engine: JSON, chat templates, tokenization and texts of grammars.
 
-All methods of `Preparer` run in worker threads. Texts go through `text_process`, which limits time and memory, and
-llguidance limits the size of grammars.
+All methods of `Preparer` run in worker threads. Texts go through `text_process`, which limits time and memory. The
+engine's process compiles grammars; llguidance limits their size.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pallas_attn.models.checkpoints import Tokenizer
-from pallas_attn.models.llm import LLM, PreparedPrompt, StructuredOutputs
+from pallas_attn.models.llm import StructuredOutputs
 from pallas_attn.models.server import protocol
 from pallas_attn.models.server.limits import ApiError, ServerLimits
+from pallas_attn.models.server.messages import Prompt
 from pallas_attn.models.server.output_text import Steps
 from pallas_attn.models.server.protocol import ChatRequest, CompletionRequest, ToolChoice, as_api_error
 from pallas_attn.models.server.reasoning import ParserNames, ReasoningParser, reasoning_parser
@@ -36,7 +37,7 @@ class CompletionWork:
     """
 
     request: CompletionRequest
-    prompts: list[PreparedPrompt]
+    prompts: list[Prompt]
     texts: list[str]
     echoes_only: bool
     first_tokens: list[str]
@@ -54,7 +55,7 @@ class ChatWork:
     """
 
     request: ChatRequest
-    prompts: list[PreparedPrompt]
+    prompts: list[Prompt]
     choice: ToolChoice
     parsers: Callable[[], tuple[ReasoningParser, ToolCallParser]]
 
@@ -84,7 +85,7 @@ class Preparer:
     """Prepares requests.
 
     Args:
-      llm: the LLM. Only methods are called that any thread may call.
+      max_len: maximum number of tokens of a sequence.
       tokenizers: tokenizers of the model, one for each worker thread; empty for a model without tokenizer.
       names: names of the model; requests must use one of them.
       limits: limits of the server.
@@ -94,15 +95,15 @@ class Preparer:
 
     def __init__(
         self,
-        llm: LLM,
+        max_len: int,
         tokenizers: Sequence[Tokenizer],
         names: Sequence[str],
         limits: ServerLimits,
         defaults: Mapping[str, Any],
         families: ParserNames,
     ):
-        self._llm, self._names, self._limits, self._defaults, self._families = llm, names, limits, defaults, families
-        self.max_len = llm.engine.max_sequence_len
+        self.max_len, self._names, self._limits = max_len, names, limits
+        self._defaults, self._families = defaults, families
         self._tokenizers: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
         self._has_tokenizer = bool(tokenizers)
         for tokenizer in tokenizers:
@@ -175,10 +176,7 @@ class Preparer:
         self, request: ChatRequest, choice: ToolChoice, structured: StructuredOutputs | None, text: str
     ) -> StructuredOutputs:
         """Return the grammar of forced tool calls, or of an answer with a format, after optional reasoning."""
-        tokenizer = self._llm.tokenizer
-        if tokenizer is None:
-            raise ApiError("messages: the model has no tokenizer", param="messages")
-        with as_api_error():
+        with self._tokenizer("messages") as tokenizer:
             if structured is not None:
                 return answer_grammar(structured, self._families, tokenizer, text)
             name, parallel = None if choice.forced == "required" else choice.forced, request.parallel_tool_calls
@@ -227,7 +225,7 @@ class Preparer:
         structured: StructuredOutputs | None,
         *,
         skip_special_tokens: bool = True,
-    ) -> PreparedPrompt:
+    ) -> Prompt:
         params = protocol.sampling_params(
             request,
             len(ids),
@@ -239,8 +237,7 @@ class Preparer:
         )
         if not ids:
             raise ApiError("prompt: expected at least one token", param="prompt")
-        with as_api_error():
-            return self._llm.prepare(ids, params)
+        return Prompt(ids, params)
 
     def _rendered(
         self, request: ChatRequest | protocol.TokenizeRequest, tools: Sequence[Mapping[str, Any]] | None

@@ -16,8 +16,8 @@ import msgspec
 
 from pallas_attn.models.llm import Delta
 from pallas_attn.models.llm.results import Logprob, TokenLogprobTable
-from pallas_attn.models.server.engine_thread import Part
 from pallas_attn.models.server.limits import ApiError
+from pallas_attn.models.server.messages import Part
 from pallas_attn.models.server.prepare import ChatWork, CompletionWork
 from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta
 

@@ -7,18 +7,16 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pallas_attn.models.checkpoints import Tokenizer
-from pallas_attn.models.llm import LLM
 from pallas_attn.models.server.app import Api
-from pallas_attn.models.server.engine_thread import EngineThread
+from pallas_attn.models.server.engine_client import EngineClient
 from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.metrics import Metrics
 from pallas_attn.models.server.prepare import Preparer
@@ -33,6 +31,7 @@ class ServerOptions:
 
     Attributes:
       names: names of the model in requests and responses, at least one.
+      max_len: maximum number of tokens of a sequence.
       families: names of the parsers of reasoning and tool calls.
       api_keys: accepted API keys; empty if requests need no key.
       allowed_origins: origins of web pages that may read responses.
@@ -43,6 +42,7 @@ class ServerOptions:
     """
 
     names: Sequence[str]
+    max_len: int
     families: ParserNames
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
@@ -53,34 +53,27 @@ class ServerOptions:
 
 
 class Server:
-    """An HTTP server of an LLM. `run` serves until `stop` is called.
+    """An HTTP server of an engine. `run` serves until `stop` is called.
 
     Attributes:
-      engine: the thread of the engine; None before `run`.
+      engine: the engine; None before `run`.
 
     Args:
-      llm: the LLM.
+      end: end of a pair of sockets. An `EngineThread` has the other end.
       tokenizers: tokenizers of the model, one for each worker thread; empty for a model without tokenizer.
       options: options of the server.
       limits: limits of the server.
-      at_end: function that the engine's thread calls at its end, unless it has failed.
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        tokenizers: Sequence[Tokenizer],
-        options: ServerOptions,
-        limits: ServerLimits,
-        at_end: Callable[[], object] = lambda: None,
+        self, end: socket.socket, tokenizers: Sequence[Tokenizer], options: ServerOptions, limits: ServerLimits
     ):
-        self.engine: EngineThread | None = None
-        self._llm, self._tokenizers, self._options = llm, tokenizers, options
-        self._limits, self._at_end = limits, at_end
+        self.engine: EngineClient | None = None
+        self._end, self._tokenizers, self._options, self._limits = end, tokenizers, options, limits
         self._stops = 0
         self._stopping: asyncio.Event | None = None
 
-    async def run(self, listener: socket.socket, on_listening: Callable[[], object] = lambda: None) -> str | None:
+    async def run(self, listener: socket.socket) -> str | None:
         """Serve on a bound socket until `stop`, or until the engine has failed.
 
         After `stop`, new requests get the status 503, and running requests may end within the grace time. Then they are
@@ -88,7 +81,6 @@ class Server:
 
         Args:
           listener: the socket.
-          on_listening: function that is called when the server accepts connections.
 
         Returns:
           Reason of the failure of the engine; None after `stop`.
@@ -96,8 +88,10 @@ class Server:
         options, limits = self._options, self._limits
         self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
         metrics = Metrics(options.names[0])
-        self.engine = engine = EngineThread(self._llm, limits, metrics, self._at_end)
-        preparer = Preparer(self._llm, self._tokenizers, options.names, limits, options.defaults, options.families)
+        self.engine = engine = EngineClient(limits, metrics, self._stop)
+        receiving = asyncio.create_task(engine.run(self._end))
+        families, defaults = options.families, options.defaults
+        preparer = Preparer(options.max_len, self._tokenizers, options.names, limits, defaults, families)
         with concurrent.futures.ThreadPoolExecutor(max(len(self._tokenizers), 1), "prepare") as workers:
             keys, hosts = options.api_keys, options.allowed_hosts
             api = Api(engine, preparer, workers, options.names, limits, metrics, keys, hosts)
@@ -115,9 +109,6 @@ class Server:
             )
             http = _Http(config)
             serving = asyncio.create_task(http.serve([listener]))
-            while not http.started and not serving.done():
-                await asyncio.sleep(0.01)
-            on_listening()
             stopping, failed = (asyncio.create_task(e.wait()) for e in (self._stopping, engine.ended))
             await asyncio.wait((stopping, failed, serving), return_when=asyncio.FIRST_COMPLETED)
             api.is_stopping = True
@@ -129,8 +120,9 @@ class Server:
             http.should_exit = True
             await serving
             await engine.stop()
-            stopping.cancel()
-            failed.cancel()
+            for task in (stopping, failed, receiving):
+                task.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
         return engine.failure
 
     def stop(self) -> None:
@@ -205,9 +197,3 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def stop_on_signals(server: Server, loop: asyncio.AbstractEventLoop) -> None:
-    """Let SIGTERM and SIGINT stop a server that runs in the main thread."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)

@@ -83,12 +83,14 @@ def test_measurements_of_a_tiny_model(tmp_path):
     assert all(result["output_tokens"] for result in results[1:])
 
 
-def test_paced_server_reports_the_time_per_token(tmp_path):
+@pytest.mark.slow
+def test_paced_device_measures_offline_and_server(tmp_path):
     out = tmp_path / "out.json"
-    options = ["--config", "v3-tiny", "--dtype", "float32", "--paced", "500", "--users", "2", "--rounds", "2"]
+    options = ["--config", "v3-tiny", "--dtype", "float32", "--paced", "2", "--users", "2", "--rounds", "2"]
     options += ["--prompt-tokens", "8", "--shared-tokens", "8", "--new-tokens", "6", "--max-num-seqs", "4"]
     assert bench_server.main([*options, "--step-tokens", "32", "--json", str(out)]) == 0
-    warm_up, users = json.loads(out.read_text())["results"]
-    assert (warm_up["name"], users["name"]) == ("warm-up", "paced users")
-    assert (users["failed"], users["output_tokens"]) == (0, 2 * 2 * 6)
-    assert min(users["event_loop_us"], users["engine_thread_us"]) > 0
+    results = json.loads(out.read_text())["results"]
+    assert [result["name"] for result in results] == ["offline warm-up", "offline users", "warm-up", "users"]
+    offline, users = results[1], results[3]
+    assert (users["failed"], users["output_tokens"], offline["output_tokens"]) == (0, 2 * 2 * 6, 2 * 2 * 6)
+    assert min(users["event_loop_us"], users["engine_thread_us"], offline["engine_thread_us"]) > 0

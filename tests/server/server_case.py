@@ -1,4 +1,4 @@
-"""A server with a tiny random model in a thread, for tests."""
+"""A server with a tiny random model, for tests. Engine and HTTP server run in two threads instead of two processes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pallas_attn.models.checkpoints import Tokenizer, load_model, load_tokenizer
 from pallas_attn.models.decoder import Decoder
 from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM
+from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.reasoning import ParserNames
 from pallas_attn.models.server.server import Server, ServerOptions, listen
@@ -50,13 +51,15 @@ class Running:
     """A running server.
 
     Attributes:
-      llm: its LLM. Only the server's thread may use it while the server runs.
-      server: the server.
+      llm: its LLM. Only the engine's thread may use it while the server runs.
+      thread: the engine's thread.
+      server: the HTTP server, in another thread.
       port: its port on 127.0.0.1.
       result: result of `Server.run`, after its end.
     """
 
     llm: LLM
+    thread: EngineThread
     server: Server
     port: int
     result: list[str | None]
@@ -89,7 +92,7 @@ class Running:
         raise TimeoutError(f"{engine.num_unfinished} unfinished, {self.llm.engine.stats().used_pages} pages")
 
 
-DEFAULTS: dict[str, Any] = {"names": [NAME], "families": ParserNames(None, None), "grace_s": 0.0}
+DEFAULTS: dict[str, Any] = {"names": [NAME], "max_len": 1024, "families": ParserNames(None, None), "grace_s": 0.0}
 
 
 @contextlib.contextmanager
@@ -111,18 +114,20 @@ def serving(
       options: fields of `ServerOptions`.
     """
     llm = load(folder) if llm is None else llm
-    server = Server(llm, [_loaded(folder)[2]], ServerOptions(**DEFAULTS | options), ServerLimits(**limits))
-    listening = threading.Event()
+    given, own = ServerLimits(**limits), DEFAULTS | {"max_len": llm.engine.max_sequence_len} | options
+    of_engine, of_server = socket.socketpair()
+    engine = EngineThread(llm, of_engine, given)
+    server = Server(of_server, [_loaded(folder)[2]], ServerOptions(**own), given)
     result: list[str | None] = []
     listener = listen("127.0.0.1", 0)
+    listener.listen()
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # accepted sockets inherit it
     port = listener.getsockname()[1]
-    thread = threading.Thread(target=lambda: result.append(asyncio.run(server.run(listener, listening.set))))
+    thread = threading.Thread(target=lambda: result.append(asyncio.run(server.run(listener))))
     thread.start()
     try:
-        assert listening.wait(60)
-        running = Running(llm, server, port, result)
+        running = Running(llm, engine, server, port, result)
         with running.client() as client:
             while client.get("/ready").status_code != 200:
                 time.sleep(0.02)

@@ -19,6 +19,7 @@ from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.llm.token_filters import GrammarFilter
 from pallas_attn.models.server.app import Api
+from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.limits import ServerLimits
 from pallas_attn.models.server.server import Server, ServerOptions, listen
 from tests.server.server_case import DEFAULTS, Running, events, load, request, serving
@@ -125,16 +126,21 @@ def test_disconnect_frees_the_pages_before_the_next_step(server: Running, steps:
     assert metric(server, 'pallas_attn_request_success_total{finished_reason="abort"') == 1
 
 
-def test_disconnect_during_preparation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "name"), [(lambda server: server.llm, "prepare"), (lambda server: Tokenizer, "encode")]
+)
+def test_disconnect_during_preparation(
+    server: Running, monkeypatch: pytest.MonkeyPatch, target: Any, name: str
+) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    prepare = server.llm.prepare
+    prepare = getattr(target(server), name)
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         entered.set()
         go_on.wait(20)
-        return prepare(*arguments)
+        return prepare(*arguments, **options)
 
-    monkeypatch.setattr(server.llm, "prepare", slow)
+    monkeypatch.setattr(target(server), name, slow)
     with pytest.raises(httpx2.TimeoutException), server.client(timeout=0.5) as client:
         client.post("/v1/completions", json=LONG)
     assert entered.is_set()
@@ -326,8 +332,8 @@ def test_step_that_hangs_ends_the_server(folder: Path, llm: LLM, steps: Steps) -
         wait_for(lambda: server.result)
         assert server.result == ["a step of the engine has not ended after 0.4 s"]
         assert steps.delay_s == 3.0
-        assert engine.thread_runs()
-        wait_for(lambda: not engine.thread_runs())
+        assert server.thread.thread_runs()
+        wait_for(lambda: not server.thread.thread_runs())
         assert engine.failure == server.result[0]
 
 
@@ -346,7 +352,9 @@ def test_failed_warmup_ends_the_server(folder: Path, llm: LLM, monkeypatch: pyte
         raise MemoryError("no memory")
 
     monkeypatch.setattr(llm.engine, "warmup", fail)
-    server = Server(llm, [], ServerOptions(**DEFAULTS), ServerLimits())
+    of_engine, of_server = socket.socketpair()
+    EngineThread(llm, of_engine, ServerLimits())
+    server = Server(of_server, [], ServerOptions(**DEFAULTS), ServerLimits())
     assert asyncio.run(server.run(listen("127.0.0.1", 0))) == "MemoryError: no memory"
 
 

@@ -164,11 +164,12 @@ async def send_all(
 def assert_nothing_leaked(running: Running) -> None:
     """Check that no request owns pages or a request slot, and that no object waits for a client."""
     running.wait_until_idle()
-    llm, engine = running.llm, running.server.engine
+    llm, thread, engine = running.llm, running.thread, running.server.engine
     assert engine is not None
     (scheduler,) = llm.engine._ranks.schedulers
     assert sorted(scheduler._free_slots) == [*range(llm.engine.config.max_num_seqs)]
-    assert not any((llm._open, llm._waiting, llm._ended, engine._open, engine._closing, engine._requests))
+    assert not any((llm._open, llm._waiting, llm._ended))
+    assert not any((thread._open, thread._closing, thread._preparing, engine._requests))
     with running.client() as client:
         text = client.get("/metrics").text
     for name in ("running", "waiting"):

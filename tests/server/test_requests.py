@@ -119,7 +119,7 @@ def test_wrong_parameters(server: Running, name: str) -> None:
         ({"prompt": [True]}, "expected a text"),
         ({"prompt": [5000]}, "ids from 0"),
         ({"prompt": [-1]}, "ids from 0"),
-        ({"prompt": [10**30]}, "ids from 0"),
+        ({"prompt": [10**30]}, "64 bits"),
         ({"prompt": ["a"] * 5}, "1 to 4 outputs"),
         ({"prompt": "a", "suffix": "b"}, "not supported"),
         ({"prompt": "a", "best_of": 2}, "not supported"),

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from pallas_attn.models.cli import serve
@@ -89,13 +91,13 @@ def test_keys_of_file_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_names_of_the_header_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[Any]()
     monkeypatch.setattr(serve, "ServerOptions", lambda **options: given.append(options["allowed_hosts"]))
-    monkeypatch.setattr(serve, "Server", lambda *arguments: None)
     monkeypatch.setattr(serve, "load", lambda *arguments: None)
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
     monkeypatch.setattr(serve, "make_speculation", lambda *arguments, **options: None)
-    monkeypatch.setattr(serve.LLM, "of_model", lambda *arguments, **options: None)
+    engine = types.SimpleNamespace(max_sequence_len=8)
+    monkeypatch.setattr(serve.LLM, "of_model", lambda *arguments, **options: types.SimpleNamespace(engine=engine))
     for argv in ((), ("--host", "::1"), ("--host", "0.0.0.0"), ("--host", "0.0.0.0", "--allowed-host", "a.example")):
-        serve._server(serve.parse_options([str(folder), "--text-workers", "1", *argv]))
+        serve._load(serve.parse_options([str(folder), "--text-workers", "1", *argv]))
     assert given == [[], [], None, ["a.example"]]
 
 
@@ -197,41 +199,56 @@ def test_sampling_defaults_of_the_model(folder: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_process_ends_after_repeated_faults_and_after_a_signal(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "status", "line"),
+    [
+        ("faults", 3, "the engine failed 3 times in succession: device lost"),
+        ("hang", 3, "a step of the engine has not ended after 2 s"),
+        ("kill HTTP server", 3, "the HTTP server has ended with status -9"),
+        ("kill engine", -9, "the process of the engine has ended"),
+        ("signal", 0, None),
+    ],
+)
+def test_end_of_the_processes(folder: Path, kind: str, status: int, line: str | None) -> None:
     faults = """
 import sys, time
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.cli import serve
 def step(self): raise RuntimeError("device lost")
 def hang(self): time.sleep(1000)
-LLM.step = {"faults": step, "hang": hang, "none": LLM.step}[sys.argv.pop(1)]
+LLM.step = {"faults": step, "hang": hang}.get(sys.argv.pop(1), LLM.step)
 sys.exit(serve.main(sys.argv[1:]))
 """
-    for kind, wanted in (("faults", 3), ("hang", 3), ("none", 0)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        argv = [sys.executable, "-c", faults, kind, str(folder), "--port", str(port), *SIZES, "--grace", "0.5"]
-        argv += ["--step-timeout", "2"]
-        with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-            url, body = f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
-            while process.poll() is None:
-                try:
-                    if httpx2.get(f"{url}/ready").status_code == 200:
-                        break
-                except httpx2.TransportError:
-                    pass
-                time.sleep(0.1)
-            if kind == "faults":
-                assert [post(url, "/v1/completions", body).status_code for _ in range(3)] == [500] * 3
-            elif kind == "hang":
-                assert post(url, "/v1/completions", body).status_code == 500
-            else:
-                process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == wanted
-            assert process.stderr is not None
-            last = process.stderr.read().splitlines()[-1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-c", faults, kind, str(folder), "--port", str(port), *SIZES, "--grace", "0.5"]
+    argv += ["--step-timeout", "2"]
+    with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        url, body = f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+        while process.poll() is None:
+            try:
+                if httpx2.get(f"{url}/ready", timeout=60).status_code == 200:
+                    break
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (server,) = [child for child in children if "http_process" in " ".join(child.cmdline())]
         if kind == "faults":
-            assert last == "pallas-attn serve: error: the engine failed 3 times in succession: device lost"
-        if kind == "hang":
-            assert last == "pallas-attn serve: error: a step of the engine has not ended after 2 s"
+            assert [post(url, "/v1/completions", body).status_code for _ in range(3)] == [500] * 3
+        elif kind == "hang":
+            assert post(url, "/v1/completions", body).status_code == 500
+        elif kind == "kill HTTP server":
+            server.kill()
+        elif kind == "kill engine":
+            process.kill()
+        else:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == status
+        assert process.stderr is not None
+        printed = process.stderr.read().splitlines()  # until both processes have ended
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    if line is not None:
+        assert printed[-1] == f"pallas-attn serve: error: {line}"

@@ -1,4 +1,4 @@
-"""Paths of generated tokens from the engine's thread to a client, and the objects of responses."""
+"""Paths of generated tokens from the engine to a client, and the objects of responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import prometheus_client
 import pytest
 
 from pallas_attn.models.llm import Delta
-from pallas_attn.models.server.engine_thread import Part, ServedRequest
+from pallas_attn.models.server.engine_client import ServedRequest
 from pallas_attn.models.server.limits import ApiError
+from pallas_attn.models.server.messages import Part
 from pallas_attn.models.server.metrics import Histogram, Metrics
 from pallas_attn.models.server.prepare import CompletionWork
 from pallas_attn.models.server.protocol import CompletionRequest

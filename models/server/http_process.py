@@ -1,0 +1,89 @@
+"""The process of the HTTP server, which the process of the engine starts.
+
+The processes exchange the messages of `messages` and detect each other's end by the end of their sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from pallas_attn.models.checkpoints import load_tokenizer
+from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.server import Server, ServerOptions
+
+FAILED = 3
+"""Exit status of the process if the engine has failed. The process has printed the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpSetup:
+    """Arguments of the process.
+
+    Attributes:
+      prog: name of the command, for errors.
+      folder: folder of the model; None for a model without tokenizer.
+      workers: number of threads for tokenization.
+      options: options of the server.
+      limits: limits of the server.
+    """
+
+    prog: str
+    folder: Path | None
+    workers: int
+    options: ServerOptions
+    limits: ServerLimits
+
+
+def start(setup: HttpSetup, listener: socket.socket, end: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the process.
+
+    Args:
+      setup: arguments.
+      listener: bound socket on which the process accepts connections.
+      end: end of a pair of sockets; the caller closes it, and gives the other end to an `EngineThread`.
+    """
+    sockets = (listener.fileno(), end.fileno())
+    code = "import sys; from pallas_attn.models.server.http_process import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *map(str, sockets)],
+        stdin=subprocess.PIPE,
+        pass_fds=sockets,
+        # The process imports jax and uses no device.
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        process_group=0,  # Ctrl-C must reach the engine's process only, which lets this process stop
+    )
+    if process.stdin is not None:
+        with process.stdin:
+            pickle.dump(setup, process.stdin)
+    return process
+
+
+def main() -> int:
+    """Serve until the engine's process lets this process stop or ends. Return the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    setup: HttpSetup = pickle.load(sys.stdin.buffer)
+    log_to_stderr()
+    loaded = [] if setup.folder is None else [load_tokenizer(setup.folder) for _ in range(setup.workers)]
+    tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]
+    failure = asyncio.run(Server(end, tokenizers, setup.options, setup.limits).run(listener))
+    if failure is not None:
+        print(f"{setup.prog}: error: {failure}", file=sys.stderr, flush=True)
+    return FAILED if failure is not None else 0
+
+
+def log_to_stderr() -> None:
+    """Print the log of the server."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    for name in ("pallas_attn.server", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.INFO)

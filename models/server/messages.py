@@ -1,0 +1,163 @@
+"""Messages between the process of the engine and the process of the HTTP server, on a pair of Unix sockets.
+
+    HTTP server -> engine    Add, Abort, Stop
+    engine -> HTTP server    Ready, StepResults (one per step), Stop, Ended
+
+A message is msgpack after its number of bytes. Both processes run the same code, so messages have no version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pallas_attn.models.llm import Delta, SamplingParams
+from pallas_attn.models.llm.results import TokenLogprobTable
+from pallas_attn.models.server.metrics import EngineState
+
+HEADER = struct.Struct("!I")
+"""Number of bytes of a message."""
+
+
+class Prompt(NamedTuple):
+    """A prompt of a request.
+
+    Attributes:
+      ids: token ids, at least one.
+      params: sampling parameters.
+    """
+
+    ids: Sequence[int]
+    params: SamplingParams
+
+
+class Part(NamedTuple):
+    """New tokens of one output.
+
+    Attributes:
+      prompt: number of the prompt in its request.
+      delta: tokens and text.
+      cached_tokens: number of prompt tokens found in the prefix cache, in the last part of the first output.
+      prompt_logprobs: log probabilities of the prompt in the first part of the first output, if requested.
+    """
+
+    prompt: int
+    delta: Delta
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobTable | None] | None = None
+
+
+class RequestError(NamedTuple):
+    """Arguments of `ApiError`."""
+
+    message: str
+    status: int = 400
+    param: str | None = None
+    code: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base class of messages."""
+
+
+class Add(Message):
+    """Start a request. `request_id` is a new number."""
+
+    request_id: int
+    prompts: list[Prompt]
+    salt: str
+
+
+class Abort(Message):
+    """End a request before the next step."""
+
+    request_id: int
+
+
+class Stop(Message):
+    """End after the current step. To the HTTP server: a signal has arrived."""
+
+
+class Ready(Message):
+    """All steps are compiled."""
+
+    state: EngineState
+
+
+class StepResults(Message):
+    """Results of a step.
+
+    Attributes:
+      parts: new tokens of each request, by its id.
+      ended: requests that have ended, and their errors.
+      state: state of the engine; None if it was sent less than 0.25 s ago.
+      has_failed: whether the step raised an exception.
+    """
+
+    parts: dict[int, list[Part]]
+    ended: dict[int, RequestError | None]
+    state: EngineState | None = None
+    has_failed: bool = False
+
+
+class Ended(Message):
+    """The engine has ended. `failure` is the reason; None after `Stop`."""
+
+    failure: str | None
+
+
+type ToEngine = Add | Abort | Stop
+type ToHttp = Ready | StepResults | Stop | Ended
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_to_engine = msgspec.msgpack.Decoder(ToEngine.__value__).decode
+decode_to_http = msgspec.msgpack.Decoder(ToHttp.__value__).decode
+
+
+def frame(message: Message) -> bytes:
+    """Return the bytes of a message with its header."""
+    content = _encode(message)
+    return HEADER.pack(len(content)) + content
+
+
+class EngineSocket:
+    """The engine's end of the pair of sockets. Any thread may call `send`, and one thread `receive`."""
+
+    def __init__(self, end: socket.socket):
+        self._socket, self._file, self._lock = end, end.makefile("rb"), threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message. Nothing happens if the HTTP server has ended, which `receive` reports."""
+        content = frame(message)
+        with contextlib.suppress(OSError), self._lock:
+            self._socket.sendall(content)
+
+    def receive(self) -> ToEngine:
+        """Wait for a message.
+
+        Raises:
+          EOFError: the HTTP server has ended.
+        """
+        (size,) = HEADER.unpack(self._read(HEADER.size))
+        return _decode_to_engine(self._read(size))
+
+    def close(self) -> None:
+        """Close the socket. Later calls of `send` do nothing."""
+        with self._lock:
+            self._file.close()
+            self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            content = self._file.read(size)
+        except OSError as error:
+            raise EOFError("the HTTP server has ended") from error
+        if len(content) < size:
+            raise EOFError("the HTTP server has ended")
+        return content
