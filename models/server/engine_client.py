@@ -14,7 +14,7 @@ from pallas_attn.models.server.messages import (
     HEADER,
     Abort,
     Add,
-    Ended,
+    EngineEnded,
     Message,
     Part,
     Prompt,
@@ -162,7 +162,7 @@ class EngineClient:
                         self.state, self.is_ready = state, True
                     case Stop():
                         self._on_stop()
-                    case Ended(failure):
+                    case EngineEnded(failure):
                         return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -250,8 +250,9 @@ class EngineClient:
         self._metrics.generation_tokens.inc(tokens)
         for request_id, given in results.ended.items():
             if (request := self._requests.get(request_id)) is not None:
-                error = given and ApiError(given.message, given.status, param=given.param, code=given.code)
-                if error is not None:
+                error = None
+                if given is not None:
+                    error = ApiError(given.message, given.status, param=given.param, code=given.code)
                     self._metrics.finished("error")
                 self._end(request, error)
 

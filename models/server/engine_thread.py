@@ -28,7 +28,7 @@ from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.messages import (
     Abort,
     Add,
-    Ended,
+    EngineEnded,
     EngineSocket,
     Part,
     Ready,
@@ -91,7 +91,7 @@ class EngineThread:
 
     def __init__(self, llm: LLM, end: socket.socket, limits: ServerLimits, at_end: Callable[[], object] = lambda: None):
         self._llm, self._socket, self._limits, self._at_end = llm, EngineSocket(end), limits, at_end
-        self._commands: queue.SimpleQueue[OpenRequest | Abort | Ended] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[OpenRequest | Abort | EngineEnded] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of `_preparing`, together with `_commands.put`
         self._preparing: set[int] = set()  # ids
         self._open: dict[int, OpenRequest] = {}  # unfinished, by id
@@ -130,12 +130,12 @@ class EngineThread:
                             self._preparing.discard(message.request_id)
                             self._commands.put(message)
                     else:
-                        self._commands.put(Ended(None))
+                        self._commands.put(EngineEnded(None))
             except EOFError as error:
-                self._commands.put(Ended(str(error)))
+                self._commands.put(EngineEnded(str(error)))
                 self._socket.close()
             except Exception as error:  # noqa: BLE001  the engine's thread sends the reason
-                self._commands.put(Ended(f"{type(error).__name__}: {error}"))
+                self._commands.put(EngineEnded(f"{type(error).__name__}: {error}"))
 
     def _prepare(self, message: Add) -> None:
         """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted."""
@@ -162,7 +162,7 @@ class EngineThread:
         while self._thread.is_alive():
             began_s = self._step_began_s
             if began_s is not None and time.perf_counter() - began_s > limit_s:
-                self._socket.send(Ended(f"a step of the engine has not ended after {limit_s:g} s"))
+                self._socket.send(EngineEnded(f"a step of the engine has not ended after {limit_s:g} s"))
                 return
             time.sleep(min(limit_s / 4, 1.0))
 
@@ -183,7 +183,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  reported by the HTTP server
             failure = f"{type(error).__name__}: {error}"
         finally:
-            self._socket.send(Ended(failure))
+            self._socket.send(EngineEnded(failure))
 
     def _serve(self) -> str | None:
         """Serve requests until `Stop`. Return the reason of a failure."""
@@ -225,7 +225,7 @@ class EngineThread:
             if parts or ended or state is not None or failure is not None:
                 self._socket.send(StepResults(parts, ended, state, failure is not None))
 
-    def _take_commands(self, ended: dict[int, RequestError | None]) -> Ended | None:
+    def _take_commands(self, ended: dict[int, RequestError | None]) -> EngineEnded | None:
         """Process all commands. Wait for a command if there is no other work. Return the command to end, if any."""
         block = not (self._llm.has_unfinished or self._llm.engine.has_unfinished or self._closing)
         while True:
@@ -234,7 +234,7 @@ class EngineThread:
             except queue.Empty:
                 return None
             block = False
-            if isinstance(command, Ended):
+            if isinstance(command, EngineEnded):
                 return command
             if isinstance(command, Abort):
                 self._close(command.request_id)

@@ -1,7 +1,7 @@
 """Messages between the process of the engine and the process of the HTTP server, on a pair of Unix sockets.
 
     HTTP server -> engine    Add, Abort, Stop
-    engine -> HTTP server    Ready, StepResults (one per step), Stop, Ended
+    engine -> HTTP server    Ready, StepResults (one per step), Stop, EngineEnded
 
 A message is msgpack after its number of bytes. Both processes run the same code, so messages have no version.
 """
@@ -62,7 +62,7 @@ class RequestError(NamedTuple):
     code: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """Base class of messages."""
 
 
@@ -106,14 +106,14 @@ class StepResults(Message):
     has_failed: bool = False
 
 
-class Ended(Message):
+class EngineEnded(Message):
     """The engine has ended. `failure` is the reason; None after `Stop`."""
 
     failure: str | None
 
 
 type ToEngine = Add | Abort | Stop
-type ToHttp = Ready | StepResults | Stop | Ended
+type ToHttp = Ready | StepResults | Stop | EngineEnded
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine = msgspec.msgpack.Decoder(ToEngine.__value__).decode

@@ -11,7 +11,16 @@ import pytest
 
 from pallas_attn.models.llm import Delta, Logprob, SamplingParams, StructuredOutputs
 from pallas_attn.models.server import messages
-from pallas_attn.models.server.messages import Abort, Add, Ended, EngineSocket, Part, Prompt, RequestError, StepResults
+from pallas_attn.models.server.messages import (
+    Abort,
+    Add,
+    EngineEnded,
+    EngineSocket,
+    Part,
+    Prompt,
+    RequestError,
+    StepResults,
+)
 from pallas_attn.models.server.metrics import EngineState
 
 VALUES: dict[str, Any] = {
@@ -53,9 +62,9 @@ def test_requests_arrive_with_all_parameters() -> None:
         other.sendall(messages.frame(sent[0])[:-1])
     with pytest.raises(EOFError, match="the HTTP server has ended"):
         engine.receive()
-    engine.send(Ended(None))  # nobody receives it
+    engine.send(EngineEnded(None))  # nobody receives it
     engine.close()
-    engine.send(Ended(None))
+    engine.send(EngineEnded(None))
 
 
 def test_results_arrive_with_log_probabilities_and_errors() -> None:
