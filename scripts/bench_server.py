@@ -1,9 +1,10 @@
 """Measure the HTTP server next to the offline engine: `python scripts/bench_server.py [--config v2-lite] [--json OUT]`.
 
+    python scripts/bench_server.py --users 8 32 128 --rates --json-users --json OUT               # users only
     python scripts/bench_server.py --url http://127.0.0.1:8001 --vocab-size 102400 --model NAME   # another server
     python scripts/bench_server.py --config v3-tiny --paced 20 --users 128                        # no GPU
 
-The first form makes a model with random weights and a tokenizer with random tokens. It measures:
+Without --url, the script makes a model with random weights and a tokenizer with random tokens. It measures:
 
 - offline: `LLM` with as many unfinished requests as there are users, without HTTP;
 - users: the server, with users that each send the next request when the last one has ended;
@@ -11,10 +12,9 @@ The first form makes a model with random weights and a tokenizer with random tok
 - shared prefix: arrivals with prompts that start with the same tokens;
 - JSON: users whose outputs follow a JSON schema.
 
-The client (`scripts/bench/engine/http_load.py`) and the HTTP server run in other processes. The second form sends the
-same requests to another server with the API of OpenAI. The third form replaces the device by waiting, 20 ms per step in
-the example. It measures offline and users, and the processor time per token of the event loop and of the engine's
-thread.
+The client (`scripts/bench/engine/http_load.py`) and the HTTP server run in other processes. --url sends the same
+requests to another server with the API of OpenAI. --paced replaces the device by waiting, 20 ms per step in the
+example. It measures offline and users, and the processor time per token of the event loop and of the engine's thread.
 """
 
 from __future__ import annotations
@@ -197,7 +197,18 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         llm = make_llm(args, write_tokenizer(folder, CONFIGS[args.config].vocab_size))
-        yield from (own_results if args.paced is None else paced_results)(args, llm, folder)
+        yield from compared((own_results if args.paced is None else paced_results)(args, llm, folder))
+
+
+def compared(results: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Add `of_offline` to the results of the server's users: tokens per second as a share of the offline engine's."""
+    offline_rates: dict[int, float] = {}
+    for result in results:
+        if result["name"] == "offline users":
+            offline_rates[result["users"]] = result["output_tokens_per_s"]
+        elif result["name"] == "users":
+            result["of_offline"] = result["output_tokens_per_s"] / offline_rates[result["users"]]
+        yield result
 
 
 def own_results(args: argparse.Namespace, llm: LLM, folder: Path) -> Iterator[dict[str, Any]]:
@@ -252,7 +263,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="with --url: name of the model")
     parser.add_argument("--users", nargs="+", type=int, default=[1, 8, 32, 128], help="default: 1 8 32 128")
     parser.add_argument("--rounds", type=int, default=3, help="requests per user (default: 3)")
-    parser.add_argument("--rates", nargs="+", type=float, default=[4, 8, 16], help="requests per s (default: 4 8 16)")
+    parser.add_argument("--rates", nargs="*", type=float, default=[4, 8, 16], help="requests per s (default: 4 8 16)")
     parser.add_argument("--requests", type=int, default=96, help="requests per rate (default: 96)")
     parser.add_argument("--json-users", nargs="*", type=int, default=[32], help="users with JSON outputs (default: 32)")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="default: 512")

@@ -7,9 +7,8 @@ The thread repeats:
     deltas = stream.take() for each stream
     send(StepResults(deltas))                # one message per step
 
-No other thread of the process works during a step: threads share Python's global lock, and a thread that writes to the
-sockets of clients would delay the launch of the next step by its own work. Two kinds of threads work per request:
-one reads the socket, and others prepare prompts.
+Threads share Python's global lock, so no other thread of the process works per token. Two kinds of threads work per
+request: one reads the socket, and others prepare prompts.
 """
 
 from __future__ import annotations
@@ -141,20 +140,20 @@ class EngineThread:
         """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted."""
         try:
             prompts = [self._llm.prepare(prompt.ids, prompt.params) for prompt in message.prompts]
-        except Exception as error:  # noqa: BLE001  the client gets the error
-            known = isinstance(error, ValueError | NotImplementedError)
-            LOGGER.log(logging.DEBUG if known else logging.ERROR, "prompt: %s", error)
-            self._refuse(message.request_id, of_engine(error) if known else ApiError("internal error", 500))
+        except Exception as error:
+            refusal = ApiError("internal error", 500)
+            if isinstance(error, ValueError | NotImplementedError):
+                refusal = of_engine(error)
+            else:
+                LOGGER.exception("preparation of a prompt")
+            with self._lock:
+                self._preparing.discard(message.request_id)
+            self._socket.send(StepResults({}, {message.request_id: _fields(refusal)}))
             return
         with self._lock:
             if message.request_id in self._preparing:
                 self._preparing.remove(message.request_id)
                 self._commands.put(OpenRequest(message.request_id, prompts, message.salt))
-
-    def _refuse(self, request_id: int, error: ApiError) -> None:
-        with self._lock:
-            self._preparing.discard(request_id)
-        self._socket.send(StepResults({}, {request_id: _fields(error)}))
 
     def _watch(self, limit_s: float) -> None:
         """Report the end of the engine if a step takes too long. A step that waits for a hung device cannot be

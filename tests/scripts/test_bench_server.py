@@ -69,6 +69,12 @@ def test_wrong_options_exit_with_status_2(capsys):
     assert "--step-tokens: expected at least --max-num-seqs" in capsys.readouterr().err
 
 
+def test_share_of_the_offline_rate():
+    offline, served = {"name": "offline users", "users": 4}, {"name": "users", "users": 4}
+    results = [offline | {"output_tokens_per_s": 200.0}, served | {"output_tokens_per_s": 150.0}, {"name": "arrivals"}]
+    assert [result.get("of_offline") for result in bench_server.compared(iter(results))] == [None, 0.75, None]
+
+
 @pytest.mark.slow
 def test_measurements_of_a_tiny_model(tmp_path):
     out = tmp_path / "out.json"
@@ -93,4 +99,5 @@ def test_paced_device_measures_offline_and_server(tmp_path):
     assert [result["name"] for result in results] == ["offline warm-up", "offline users", "warm-up", "users"]
     offline, users = results[1], results[3]
     assert (users["failed"], users["output_tokens"], offline["output_tokens"]) == (0, 2 * 2 * 6, 2 * 2 * 6)
+    assert users["of_offline"] == users["output_tokens_per_s"] / offline["output_tokens_per_s"]
     assert min(users["event_loop_us"], users["engine_thread_us"], offline["engine_thread_us"]) > 0
