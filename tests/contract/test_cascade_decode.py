@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -25,15 +24,10 @@ from tests.kit.slow_cases import slow_cases
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 B, Q, P, PS, N, HQ, HKV, D = 4, 2, 4, 16, 24, 4, 2, 64
+ALWAYS: dict[str, Any] = {"min_saved_bytes": 0}
+"""Argument with which every call runs a cascade."""
 XLA = next(backend for backend in BACKENDS if backend.name == "xla")
 every_backend = functools.partial(backends.every_backend, "paged_prefill")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _any_cascade_pays() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "LEAST_SAVED_BYTES", 0)
-        yield
 
 
 def draw(
@@ -65,7 +59,7 @@ def draw(
 
 def check(backend: Backend, arguments: dict[str, Any], changed: Any = None, **options: Any) -> None:
     """Compare `cascade_decode` with some arguments `changed` to `paged_decode` with the original arguments."""
-    got = backends.call(cascade_decode, backend, arguments | (changed or {}), return_lse=True, **options)
+    got = backends.call(cascade_decode, backend, arguments | (changed or {}), return_lse=True, **ALWAYS, **options)
     want = backends.call(paged_decode, backends.BACKENDS[0], arguments, return_lse=True, out_dtype="float32", **options)
     assert got[0].dtype == arguments["q"].dtype
     harness.assert_attention_close(got, want, backend.variant.tolerance(arguments["q"].dtype))
@@ -103,8 +97,9 @@ def test_options(backend: Backend) -> None:
 
 @every_backend()
 @in_every_run("xla")
-@unsupported(mosaic="takes heads of width")
+@unsupported(mosaic_sm100="takes heads of width")
 def test_wide_heads(backend: Backend) -> None:
+    backend = backends.for_width(backend, 512)
     check(backend, draw(*CASES["two pages"], backend.dtype, harness.fresh_rng(), head_dim=512), sm_scale=0.05)
 
 
@@ -129,7 +124,7 @@ def test_the_host_counts_what_the_device_finds(
 ) -> None:
     drawn = draw(lens, alike, "float32", np.random.default_rng(seed), q_lens)
     kv, tables, new = drawn["kv"], drawn["block_tables"], drawn["q_lens"]
-    count = count_shared_pages(kv, tables, drawn["kv_lens"], q_lens=new)
+    count = count_shared_pages(kv, tables, drawn["kv_lens"], q_lens=new, **ALWAYS)
     real = np.minimum(new, drawn["kv_lens"])
     cached = np.where((real > 0), drawn["kv_lens"] - real, -1)
     table, found = room._shared_part(jnp.asarray(tables), jnp.asarray(cached), None, PS)
@@ -138,12 +133,14 @@ def test_the_host_counts_what_the_device_finds(
         np.testing.assert_array_equal(table[:count], tables[np.argmax(real > 0)][:count])
 
 
-def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
+def test_the_host_counts_nothing_that_would_not_pay() -> None:
     kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
     tables, lens = np.zeros((16, 128), np.int64), np.full(16, 128 * 64)
     assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # not the last page, which has the new token
     assert count_shared_pages(PagedKV(kv, kv), tables[:, :32], np.full(16, 32 * 64)) == 0
+    saved = 15 * 31 * 2**18
+    for least, pages in ((saved, 31), (saved + 1, 0)):
+        assert count_shared_pages(PagedKV(kv, kv), tables[:, :32], np.full(16, 32 * 64), min_saved_bytes=least) == pages
     assert count_shared_pages(PagedKV(kv, kv), tables, np.where(np.arange(16) < 2, lens, 0)) == 0
     assert count_shared_pages(PagedKV(kv, kv), tables, np.zeros(16, int)) == 0
 
@@ -157,6 +154,7 @@ def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPa
         ({"kv_lens": np.zeros(B)}, r"kv_lens: expected integers of 1 axes, got float64 \[4\]"),
         ({"kv_lens": np.zeros(3, int)}, "kv_lens: expected one for each of 4 sequences, got 3"),
         ({"q_lens": np.zeros(3, int)}, "q_lens: expected one for each of 4 sequences, got 3"),
+        ({"min_saved_bytes": 0.5}, "min_saved_bytes: expected an int of at least 0, or None; got 0.5"),
     ],
 )
 def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
@@ -187,7 +185,7 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
     split = jax.shard_map(
-        lambda arrays: cascade_decode(**arrays, implementation="xla"),
+        lambda arrays: cascade_decode(**arrays, **ALWAYS, implementation="xla"),
         mesh=mesh,
         in_specs=(specs,),
         out_specs=PartitionSpec("x"),
@@ -196,23 +194,38 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "columns", "given", "prefills"),
-    [(16, 36, None, 0), (16, 256, None, 1), (16, 256, 32, 0), (16, 256, 128, 1), (1, 256, None, 0), (16, 36, 900, 0)],
+    ("batch", "columns", "given", "least", "prefills"),
+    [
+        (16, 36, None, None, 0),
+        (16, 36, None, 120 * 2**20, 1),
+        (16, 256, None, None, 1),
+        (16, 256, 32, None, 0),
+        (16, 256, 128, None, 1),
+        (16, 256, 128, 481 * 2**20, 0),
+        (1, 256, None, None, 0),
+        (16, 36, 900, None, 0),
+    ],
 )
 def test_what_cannot_pay_is_plain_decode(
-    batch: int, columns: int, given: int | None, prefills: int, monkeypatch: pytest.MonkeyPatch
+    batch: int, columns: int, given: int | None, least: int | None, prefills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cascade runs a prefill over the shared pages if it saves at least 192 MiB of page reads.
+    """A cascade runs a prefill over the shared pages if it saves at least `min_saved_bytes` of page reads, by default
+    192 MiB.
 
     A page has 256 KiB. For 16 sequences, 32 shared pages save 120 MiB, and 128 shared pages save 480 MiB.
     """
     calls, prefill = [], room.paged_prefill
-    monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     monkeypatch.setattr(room, "paged_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
     kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((batch, 1, 32, 128), jnp.bfloat16)
     metadata = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, columns), (batch,))]
-    call = functools.partial(cascade_decode, shared_pages=given, return_lse=True, implementation="xla")
+    options: dict[str, Any] = {
+        "shared_pages": given,
+        "min_saved_bytes": least,
+        "return_lse": True,
+        "implementation": "xla",
+    }
+    call = functools.partial(cascade_decode, **options)
     out, lse = jax.eval_shape(call, q, PagedKV(kv, kv), *metadata)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, q.shape[:3], jnp.float32)
     assert len(calls) == prefills
@@ -220,9 +233,9 @@ def test_what_cannot_pay_is_plain_decode(
 
 def test_explanation_and_gradients() -> None:
     arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
-    assert explain("cascade_decode", **arrays).chosen == "xla"
+    assert explain("cascade_decode", **arrays, **ALWAYS).chosen == "xla"
     with pytest.raises(NotImplementedError, match="cascade_decode has no gradient"):
-        jax.grad(lambda q: jnp.sum(jnp.asarray(cascade_decode(**(arrays | {"q": q})))))(arrays["q"])
+        jax.grad(lambda q: jnp.sum(jnp.asarray(cascade_decode(**(arrays | ALWAYS | {"q": q})))))(arrays["q"])
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -235,6 +248,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kv_lens": ({"kv_lens": np.zeros(3, np.int32)}, ValueError, r"kv_lens: expected shape \[B=4\]"),
     "shared_pages": ({"shared_pages": np.zeros(2, np.int32)}, ValueError, r"shared_pages: expected one number, got"),
     "no pages": ({"shared_pages": -1}, ValueError, "shared_pages: expected at least 0, got -1"),
+    "fewer than no bytes": ({"min_saved_bytes": -1}, ValueError, "min_saved_bytes: expected an int of at least 0, or"),
     "half a page": ({"shared_pages": np.float32(0.5)}, ValueError, "shared_pages: expected dtype int32"),
     "sinks": ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks: expected shape \[Hq=4\]"),
 }
