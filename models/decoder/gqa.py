@@ -1,10 +1,12 @@
 """Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged KV cache.
 
 `write_kv` normalises and rotates keys and queries and writes keys and values of the new tokens to the cache. Then
-`paged_decode` computes the decode rows, and `paged_prefill` the prompt chunks. A decode plan (assignment of pages to
-thread blocks) is computed once per step for all layers of a cache group, a set of layers with equal windows. A cache
-slot is the index of a token's place in the cache: page · page size + offset. If the KV heads of a cache group have
-different windows, each head has its own pages, and a token has one cache slot per head.
+`paged_decode` computes the decode rows, and `paged_prefill` the prompt chunks. If all decode rows share leading pages,
+`cascade_decode` computes the decode rows of layers without windows (`StepMetadata.shared_pages`).
+
+A decode plan (assignment of pages to thread blocks) is computed once per step for all layers of a cache group, a set of
+layers with equal windows. A cache slot is the index of a token's place in the cache: page · page size + offset. If the
+KV heads of a cache group have different windows, each head has its own pages, and a token has one cache slot per head.
 
 If the tokens of each page are split over devices (`contexts`), queries and keys are rotated before `write_kv`, and each
 device attends to its cached tokens.
@@ -28,6 +30,7 @@ from pallas_attn import (
     HeadWindow,
     PagedKV,
     Rope,
+    cascade_decode,
     paged_decode,
     paged_prefill,
     parallel,
@@ -54,7 +57,7 @@ class GQAStep:
     Attributes:
       metadata: metadata of the step.
       tables: block tables and cache slots of the group.
-      plan: decode plan of the decode rows; None without decode rows.
+      plan: decode plan of the decode rows; None without decode rows, and if `has_cascade`.
       decode_kv_lens: [Bd], number of cached tokens of each decode row on this device, including the tokens of this
         step.
       window: attention window of the layers of the group.
@@ -65,6 +68,11 @@ class GQAStep:
     plan: DecodePlan | None
     decode_kv_lens: Int32[Array, "Bd"]
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def has_cascade(self) -> bool:
+        """Whether the decode rows of the group share leading pages that `cascade_decode` reads once."""
+        return self.metadata.shared_pages is not None and self.window is None
 
     def window_argument(self) -> int | HeadWindow | None:
         """Return the window in the form that `pallas_attn` operations take."""
@@ -106,7 +114,9 @@ def plan_step(
         return tuple(steps)
     heads = [config.num_attention_heads // (contexts if is_split else 1) for is_split in heads_split]
     plans = (
-        plan_decode(
+        None
+        if step.has_cascade
+        else plan_decode(
             jax.ShapeDtypeStruct((*rows, num_heads, of_group.k.shape[3]), jnp.dtype(dtype)),
             of_group,
             step.tables.decode_block_tables,
@@ -156,6 +166,19 @@ def attend(
     """
     metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
     out: Any = None
+    if step.has_cascade:
+        out = cascade_decode(
+            q[:, None],
+            cache,
+            step.tables.decode_block_tables,
+            step.decode_kv_lens,
+            shared_pages=metadata.shared_pages,
+            min_saved_bytes=settings.cascade_saved_bytes,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            implementation=settings.implementation,
+        )
+        return out.reshape(q.shape)
     if num_decode < metadata.num_tokens:
         # With num_decode added, the prefix sums start after the decode rows, so paged_prefill treats decode rows as
         # padding. Then paged_decode writes the results of decode rows into the same array.

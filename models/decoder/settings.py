@@ -22,9 +22,12 @@ class AttentionSettings:
       batch_invariant: whether the result of a token has the same bits in all steps of the same shape, independent of
         the other tokens. Every token, including prompt tokens, then attends as a decode row, with decode plans of mode
         "fixed" (argument `mode` of `plan_decode`).
+      cascade_saved_bytes: argument `min_saved_bytes` of `cascade_decode`, which engines with
+        `EngineConfig.cascade_attention` call: minimum number of bytes of page reads per layer that a step must save.
+        None for the default of `cascade_decode`.
 
     Raises:
-      ValueError: unknown value of mla, or index_topk below 1.
+      ValueError: unknown value of mla, index_topk below 1, or cascade_saved_bytes below 0.
       NotImplementedError: batch_invariant with mla="expand".
     """
 
@@ -33,12 +36,15 @@ class AttentionSettings:
     piece_tokens: int | None = None
     index_topk: int | None = None
     batch_invariant: bool = False
+    cascade_saved_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.mla not in ("auto", "absorb", "expand"):
             raise ValueError(f"mla: expected auto, absorb or expand, got {self.mla!r}")
         if self.index_topk is not None and self.index_topk < 1:
             raise ValueError(f"index_topk: expected at least 1, got {self.index_topk}")
+        if self.cascade_saved_bytes is not None and self.cascade_saved_bytes < 0:
+            raise ValueError(f"cascade_saved_bytes: expected at least 0, got {self.cascade_saved_bytes}")
         if self.batch_invariant and self.mla == "expand":
             raise NotImplementedError(
                 "batch_invariant: expanded attention computes chunk and cached prefix separately, and the start of the"

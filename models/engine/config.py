@@ -74,13 +74,19 @@ class EngineConfig:
       separate_prefill: whether steps with prompt tokens and without decode rows have their own programs. If False, they
         run the programs of steps with both, with idle decode rows. This halves the number of programs for prompts, and
         steps without decode rows take longer.
+      cascade_attention: whether decode steps call `cascade_decode` if all their sequences share leading pages, such as
+        the prompt of `SamplingParams.n` samples or a system prompt, and a step then reads at least 192 MiB less per
+        layer (`AttentionSettings.cascade_saved_bytes`). The operation reads the shared pages once instead of once per
+        sequence. Layers with windows call `paged_decode`. A second program is compiled for each number of decode rows
+        for which this can happen, so it is off by default.
       freeze_objects: whether `Engine.warmup` ends with `gc.freeze`. Python's garbage collector then no longer examines
         the objects that exist, mostly of compiled programs, so full collections stall no step for long. This applies to
         all objects of the process: reference cycles among them are never freed.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
-        with several buckets; or the mesh has an unknown axis.
+        with several buckets; cascade_attention with batch_invariant, because both forms of attention round differently,
+        or with speculate, because `cascade_decode` has no drafts; or the mesh has an unknown axis.
     """
 
     num_pages: int = 512
@@ -103,6 +109,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logits_processor: LogitsProcessor | None = None
     separate_prefill: bool = True
+    cascade_attention: bool = False
     freeze_objects: bool = False
 
     def __post_init__(self) -> None:
@@ -120,6 +127,9 @@ class EngineConfig:
         for name in ("max_prefill_seqs", "history"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1 or None, got {getattr(self, name)}")
+        for name, is_set in (("batch_invariant", self.batch_invariant), ("speculate", self.speculate is not None)):
+            if self.cascade_attention and is_set:
+                raise ValueError(f"cascade_attention: expected False with {name}, got True")
         if self.num_pages * self.page_size >= 2**31:
             raise ValueError(
                 f"num_pages: expected fewer than 2**31 tokens in total, because cache slots are int32; got"
@@ -169,6 +179,7 @@ class EngineConfig:
             speculate=self.speculate,
             max_logprobs=self.max_logprobs,
             logits_processor=self.logits_processor,
+            cascade_attention=self.cascade_attention,
         )
 
     @property
@@ -200,6 +211,8 @@ class Bucket:
       num_drafts: drafts per decode row including padding.
       skips_layers: whether the last layers, which have no cache, are applied only to the tokens with logits. If they
         are, the forward program returns no hidden states of prefill tokens.
+      cascade: whether all decode rows share leading pages, which `cascade_decode` reads once. The bucket then has
+        neither prefill tokens nor drafts.
     """
 
     decode_rows: int
@@ -207,6 +220,7 @@ class Bucket:
     all_logits: bool = False
     num_drafts: int = 0
     skips_layers: bool = False
+    cascade: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +245,7 @@ class RunnerConfig:
       speculate: proposer and number of drafts per decode row; None for decode rows of one token.
       max_logprobs: maximum number of likeliest tokens whose log probabilities are returned per token.
       logits_processor: function of the user that changes logits; None for none.
+      cascade_attention: as in `EngineConfig`.
     """
 
     num_pages: int
@@ -249,6 +264,7 @@ class RunnerConfig:
     speculate: Speculation | None = None
     max_logprobs: int = 20
     logits_processor: LogitsProcessor | None = None
+    cascade_attention: bool = False
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:

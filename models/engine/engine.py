@@ -109,8 +109,8 @@ class Engine:
             `config.mesh`; the mesh spans several processes and `processes` is None; or cache_dtype, kv_scales or the
             proposer does not fit the model.
           ProcessError: another process has failed. Calls that launch or read a step may raise this error, too.
-          NotImplementedError: the model, on its mesh, does not support the value of batch_invariant, cache_dtype or
-            speculate in `config`.
+          NotImplementedError: the model, on its mesh, does not support the value of batch_invariant, cache_dtype,
+            speculate or cascade_attention in `config`.
         """
         check_mesh(model, config, processes)
         self.config = config

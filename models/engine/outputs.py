@@ -74,6 +74,7 @@ class StepRecord:
       drafted_tokens: number of verified drafts. If drafts form trees, several drafts for one position count once.
       accepted_tokens: number of accepted drafts.
       launch_s: host time to plan and launch the step in seconds, without compilation.
+      cascade: whether the step read pages that all its sequences share once (`EngineConfig.cascade_attention`).
     """
 
     ended_s: float
@@ -86,6 +87,7 @@ class StepRecord:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     launch_s: float = 0.0
+    cascade: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

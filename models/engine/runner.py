@@ -40,6 +40,7 @@ from pallas_attn.models.engine.speculation.step import (
     proposer_sizes,
     state_partition,
 )
+from pallas_attn.models.engine.step.cascade import CascadeSteps
 from pallas_attn.models.engine.step.compiler import OnCompiled, RunnerState, StepCompiler, is_on_gpu
 from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
 from pallas_attn.models.engine.step.masks import FilterErrors, has_masks, needs_drafts, step_masks
@@ -62,12 +63,14 @@ class Runner:
 
         Raises:
           ValueError, NotImplementedError: the proposer does not support the model.
+          NotImplementedError: the model does not support cascade_attention.
         """
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         config = dataclasses.replace(config, max_logprobs=min(config.max_logprobs, model.config.vocab_size))
         self._config, self._mesh, self._processes, self._model = config, model.mesh, processes, model
         self._prepare_state(model)
+        self._cascade = CascadeSteps(model, config, self._specs) if config.cascade_attention else None
         self._rows = CacheRows(model, config, self._specs)
         self._programs = programs = StepCompiler(model, config, self._state_specs, gathers=processes is not None)
         self._weights, self._num_ranks, self._placement = programs.weights, programs.num_ranks, programs.placement
@@ -224,12 +227,14 @@ class Runner:
             every prefill token.
         """
         buckets = self._config.buckets(all_logits)
+        if self._cascade is not None:
+            buckets += self._cascade.buckets
         if not self._skips_layers or all_logits or prompt_logprobs:
             return buckets
         return [dataclasses.replace(bucket, skips_layers=bucket.prefill_tokens > 0) for bucket in buckets]
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
-        """Return the smallest bucket that holds the step of every data rank."""
+        """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`."""
         some = [plan for plan in plans if plan is not None]
         prompt_logprobs = any(plan.wants_prompt_logprobs for plan in some)
         num_decode = max(len(plan.decode) for plan in some)
@@ -239,7 +244,7 @@ class Runner:
             bucket
             for bucket in self.buckets(all_logits, prompt_logprobs)
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
-            if num_drafts <= bucket.num_drafts
+            if num_drafts <= bucket.num_drafts and not bucket.cascade
         )
 
     def compile(self, buckets: Sequence[Bucket], on_compiled: OnCompiled | None = None) -> None:
@@ -341,7 +346,9 @@ class Runner:
           on_layer: function that receives these copies; None to run the forward pass without copies. It requires one
             device, no drafts, and `cut_steps`.
         """
-        bucket = self.bucket_of(plans, all_logits)
+        bucket, shared_pages = self.bucket_of(plans, all_logits), list[int]()
+        if self._cascade is not None:
+            bucket, shared_pages = self._cascade.choose(bucket, plans)
         copy, last = None, range(0)
         if on_layer is None:
             self.compile([bucket])
@@ -350,7 +357,7 @@ class Runner:
             step = self.compile_layers([bucket]).compiled[bucket]
             copy, last = copying_rows(rows, self._config.groups or (), on_layer), step.layer_ranges[-1]
             forward = functools.partial(step, on_program=copy)
-        packed, writes = self._pack(bucket, plans), self._slot_writes(plans)
+        packed, writes = self._pack(bucket, plans, shared_pages), self._slot_writes(plans)
         read: Callable[[Array], np.ndarray] = np.asarray
         if self._processes is not None:
             contents = repr(bucket).encode(), packed.tobytes(), *(write.tobytes() for write in writes)
@@ -489,8 +496,14 @@ class Runner:
             results.append(score(self._weights, unsampled.outputs.prompt_hidden, tokens))
         jax.block_until_ready(results)
 
-    def _pack(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> Int32[np.ndarray, "n"]:
-        """Pack the metadata of all data ranks into one array."""
-        idle = StepPlan((), (), self._config.empty_tables)
-        of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
+    def _pack(
+        self, bucket: Bucket, plans: Sequence[StepPlan | None], shared_pages: Sequence[int] = ()
+    ) -> Int32[np.ndarray, "n"]:
+        """Pack the metadata of all data ranks into one array. `shared_pages` has the number of pages that the decode
+        rows of each rank share; empty for none."""
+        idle, shared = StepPlan((), (), self._config.empty_tables), shared_pages or [0] * len(plans)
+        of_ranks = [
+            PackedStep.pack(self._config, bucket, idle if plan is None else plan, pages)
+            for plan, pages in zip(plans, shared, strict=True)
+        ]
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)

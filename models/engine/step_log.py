@@ -100,6 +100,7 @@ class StepLog:
             drafted_tokens=sum(row.drafted for row in rows),
             accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
             launch_s=step.launched_s - step.planned_s,
+            cascade=step.result.bucket.cascade,
         )
         self.records.append(record)
         self.totals = self.totals.plus(record)

@@ -189,8 +189,8 @@ def poison(under_test: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 filled.append(len(rows))
         return recycled
 
-    def pack_out_of_range(cls, config, bucket, plan):
-        packed = pack(cls, config, bucket, plan)
+    def pack_out_of_range(cls, config, bucket, plan, *shared_pages):
+        packed = pack(cls, config, bucket, plan, *shared_pages)
         step = cls.of(config, bucket, packed)
         for tables in (*step.decode_tables, *step.prefill_tables):
             tables[tables == PAGE_NONE] = 2147480000

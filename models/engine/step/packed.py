@@ -51,6 +51,7 @@ class PackedStep:
       flags: [Bd + S], `RowFlags` of rows that sample a token; 0 for other rows.
       penalties: [3, Bd + S], bits of the float32 values of repetition, presence and frequency penalties.
       extra: [names, Bd + S], bits of the float32 arguments of the logits processor.
+      shared_pages: [1], `StepMetadata.shared_pages`, if `Bucket.cascade`; otherwise empty.
     """
 
     decode_request_slots: Any
@@ -72,6 +73,7 @@ class PackedStep:
     flags: Any
     penalties: Any
     extra: Any
+    shared_pages: Any
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
@@ -98,6 +100,7 @@ class PackedStep:
             "flags": rows,
             "penalties": (3, *rows),
             "extra": (len(_extra_names(config)), *rows),
+            "shared_pages": (int(bucket.cascade),),
         }
 
     @classmethod
@@ -120,12 +123,14 @@ class PackedStep:
         )
 
     @classmethod
-    def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
-        """Return the packed array, int32 [size], of a plan padded to the bucket."""
+    def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan, shared_pages: int = 0) -> np.ndarray:
+        """Return the packed array, int32 [size], of a plan padded to the bucket. If `bucket.cascade`, `shared_pages` is
+        the number of leading pages that all decode rows share."""
         packed = np.zeros((cls.size(config, bucket),), np.int32)
         step = cls.of(config, bucket, packed)
         for ids in (step.decode_request_slots, *step.decode_tables, *step.prefill_tables, step.prefill_request_slots):
             ids.fill(PAGE_NONE)
+        step.shared_pages.fill(shared_pages)
         num_decode = len(plan.decode)
         for of_decode, of_prefill, tables in zip(step.decode_tables, step.prefill_tables, plan.tables, strict=True):
             of_decode[:num_decode] = tables[:num_decode].reshape(-1, *of_decode.shape[1:])
@@ -218,6 +223,7 @@ class PackedStep:
             decode_q_lens=None if drafting is None else drafting.decode_q_lens,
             decode_queries=1 if drafting is None else drafting.decode_queries,
             decode_draft_mask=None if drafting is None else drafting.decode_draft_mask,
+            shared_pages=self.shared_pages[0] if self.shared_pages.size else None,
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:
