@@ -1,9 +1,10 @@
-"""Measure the engine: prefill and decode speed by batch size, and the savings of prefix cache and head windows.
+"""Measure the engine: prefill and decode speed by batch size, and the savings of prefix cache, windows and cascades.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
     python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--step-tokens 16384]
         [--limit-seconds 300]
     python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
+    python scripts/bench_engine.py --shared-prefix [--limit-seconds 300]
 
 The first form measures small models (scripts/bench/engine/small_models.py). Each number is the median of several runs
 after all steps are compiled; compilation time is reported separately. Prefill speed is batch x prompt tokens divided by
@@ -17,6 +18,9 @@ the roofline (scripts/bench/engine/serving.py).
 
 The third form measures windows of some KV heads (scripts/bench/engine/head_windows.py): contexts per pool, throughput
 and latencies.
+
+The fourth form measures decode steps of requests that share a prefix, with `EngineConfig.cascade_attention` and without
+(scripts/bench/engine/shared_prefix.py).
 """
 
 from __future__ import annotations
@@ -50,9 +54,10 @@ from pallas_attn.models.cli.model import implementations
 from pallas_attn.models.config import PRESETS, GQAConfig
 from pallas_attn.models.decoder import AttentionSettings
 from pallas_attn.models.engine import EngineConfig
-from scripts.bench.engine import head_windows, serving
+from scripts.bench.engine import head_windows, serving, shared_prefix
 from scripts.bench.engine.head_windows import HeadWindowSizes
 from scripts.bench.engine.serving import Serving
+from scripts.bench.engine.shared_prefix import SharedPrefixSizes
 from scripts.bench.engine.small_models import Workload, bench_config, num_cores, show
 from scripts.bench.harness.device import description
 from scripts.bench.harness.session import RESULTS
@@ -78,6 +83,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "limit_seconds": math.inf,
     },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
+    "--shared-prefix": {"limit_seconds": math.inf},
 }
 """Options and defaults of each kind of measurement. Options that are not listed are common to all kinds."""
 
@@ -131,6 +137,24 @@ def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> No
             head_windows.plot_long_decode(file, bench, report["long_decode"])
 
 
+def bench_shared_prefix(args: argparse.Namespace, console: Console, out: Path) -> None:
+    """Measure decode steps of requests that share a prefix. Write the report after each case."""
+    config, sizes, settings = shared_prefix_model(args)
+    report = description() | {"machine": machine()}
+    for result in shared_prefix.run(config, args.dtype, settings, sizes, args.limit_seconds):
+        report |= result
+        write_report("--json", out, report)
+    console.print(shared_prefix.table(report))
+
+
+def shared_prefix_model(args: argparse.Namespace) -> tuple[GQAConfig, SharedPrefixSizes, AttentionSettings]:
+    """Return the model without windows, the sizes and the attention settings. On a CPU, each saved page read counts."""
+    backend, settings = "cpu" if jax.default_backend() == "cpu" else "gpu", settings_of(args)
+    if backend == "cpu":
+        settings = dataclasses.replace(settings, cascade_saved_bytes=1)
+    return head_windows.MODELS[backend], shared_prefix.SIZES[backend], settings
+
+
 def machine() -> str:
     return f"{platform.machine()}, {num_cores()} cores"
 
@@ -162,13 +186,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="for --head-windows: plot of rows in use as a context grows"
     )
+    parser.add_argument("--shared-prefix", action="store_true", help="measure requests that share a prefix instead")
     parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; for v2-lite 1 8 64")
     parser.add_argument("--prompt-tokens", type=int, help="for small models (default: 128)")
     parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
     parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
     parser.add_argument("--step-tokens", type=int, help="maximum new tokens of a step, for v2-lite (default: 4096)")
     parser.add_argument("--repeats", type=int, help="for small models (default: 3)")
-    parser.add_argument("--limit-seconds", type=float, help="start no case of v2-lite or windows after this time")
+    parser.add_argument(
+        "--limit-seconds", type=float, help="start no case of v2-lite, windows or prefixes after this time"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; for v2-lite bfloat16")
     parser.add_argument(
         "--implementation", default="auto", metavar="NAME[,NAME...]", help="implementation of attention"
@@ -176,10 +203,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--transformers", metavar="PYTHON", help="also time transformers with this Python")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
-    large = not args.head_windows and LARGE in (args.config or ())
+    if args.head_windows and args.shared_prefix:
+        parser.error("--head-windows and --shared-prefix are measured separately")
+    of_heads = args.head_windows or args.shared_prefix
+    large = not of_heads and LARGE in (args.config or ())
     if large and len(args.config) > 1:
         parser.error(f"--config: {LARGE} is measured separately")
-    measured = "--head-windows" if args.head_windows else f"--config {LARGE}" if large else "small models"
+    measured = f"--config {LARGE}" if large else "small models"
+    if of_heads:
+        measured = "--head-windows" if args.head_windows else "--shared-prefix"
     for name in {name: None for options in DEFAULTS.values() for name in options}:
         if getattr(args, name) is None:
             setattr(args, name, DEFAULTS[measured].get(name))
@@ -187,7 +219,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             takers = " and ".join(kind for kind, options in DEFAULTS.items() if name in options)
             parser.error(f"--{name.replace('_', '-')}: expected only for {takers}, got it for {measured}")
     if args.dtype is None:
-        large |= args.head_windows and jax.default_backend() != "cpu"
+        large |= of_heads and jax.default_backend() != "cpu"
         args.dtype = "bfloat16" if large else "float32"
     if not all(1 <= count < 8 for count in args.windowed or ()):
         parser.error("--windowed: expected 1 to 7 of 8 heads")
@@ -214,6 +246,11 @@ def check_models(args: argparse.Namespace) -> None:
         config, sizes = head_wise()
         engine = EngineConfig(sizes.num_pages, sizes.page_size, sizes.step_tokens)
         implementations(config, settings, engine.runner_config(sizes.context).largest_step, args.dtype)
+        return
+    if args.shared_prefix:
+        model, sizes, settings = shared_prefix_model(args)
+        engine = sizes.engine_config(cascade_attention=True)
+        implementations(model, settings, engine.runner_config(engine.max_model_len or 0).largest_step, args.dtype)
         return
     for name in args.config:
         if name == LARGE:
@@ -265,6 +302,8 @@ def run(args: argparse.Namespace) -> int:
     console, kind = Console(), jax.devices()[0].device_kind.lower().replace(" ", "_")
     if args.head_windows:
         name, bench = "engine_head_windows", bench_head_wise
+    elif args.shared_prefix:
+        name, bench = "engine_shared_prefix", bench_shared_prefix
     elif LARGE in args.config:
         name, bench = f"engine_{LARGE}", bench_large
     else:

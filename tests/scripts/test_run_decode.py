@@ -634,6 +634,7 @@ def test_help_has_examples_and_exit_status(capsys):
     flags = "model random prompt prompt-ids max-tokens temperature top-k top-p seed ignore-eos page-size num-pages"
     flags += " max-batched-tokens max-num-seqs chunked-prefill no-chunked-prefill prefix-caching no-prefix-caching"
     flags += " max-prefill-seqs max-model-len decode-buckets prefill-buckets recycling no-recycling batch-invariant"
+    flags += " cascade-attention"
     flags += " dtype implementation mla verify json dump-logits plot profile no-progress"
     flags += " chat system stats quiet compilation-cache"
     for flag in flags.split():

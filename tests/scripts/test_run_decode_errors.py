@@ -111,6 +111,8 @@ class TestRefusals:
                 ["--batch-invariant", "--decode-buckets", "1,4"],
                 "decode_buckets: expected None or (4,) if batch_invariant",
             ),
+            (["--cascade-attention", "--batch-invariant"], "cascade_attention: expected False with batch_invariant"),
+            (["--cascade-attention"], "cascade_attention: cascade_decode attends to keys and values"),
             (["--mesh", "tensor"], "--mesh: expected AXIS=N, separated by commas, got 'tensor'"),
             (["--mesh", "tensor=two"], "--mesh: expected a positive number of devices along tensor, got 'two'"),
             (["--mesh", "tensor=0"], "--mesh: expected a positive number of devices along tensor, got '0'"),

@@ -295,6 +295,13 @@ def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str])
         help="while a request runs, release its pages before the attention windows (default: yes)",
     )
     group.add_argument(
+        "--cascade-attention",
+        action="store_true",
+        help="read pages that all sequences of a decode step share, such as a system prompt, once per step instead of"
+        " once per sequence if this saves enough reads; compiles more programs; not for latent attention, and not with"
+        " --batch-invariant or --speculate",
+    )
+    group.add_argument(
         "--batch-invariant",
         action="store_true",
         help="make logits and tokens of a request bitwise independent of other requests, for equal engine sizes;"

@@ -84,7 +84,8 @@ def engine_config(options: argparse.Namespace, config: ModelConfig, prompt_lens:
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `EngineConfig` that options set directly. Raise UsageError if --kv-scales is wrong."""
     names = ("page_size", "max_prefill_seqs", "chunked_prefill", "prefix_caching", "recycling", "decode_buckets")
-    given = {name: getattr(options, name) for name in (*names, "prefill_buckets", "batch_invariant")}
+    names += ("prefill_buckets", "batch_invariant", "cascade_attention")
+    given = {name: getattr(options, name) for name in names}
     return {**given, "cache_dtype": options.kv_dtype, "kv_scales": _read_kv_scales(options)}
 
 
