@@ -279,7 +279,7 @@ class Forking(Proposer):
         return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
 
 
-DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
+DECODE, MIXED, CASCADE = Bucket(64, 0), Bucket(64, 2048), Bucket(64, 0, cascade=True)
 DRAFTS, NGRAM, TREE = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4), Speculation(Forking(), 4)
 ENGINE = {
     "engine-decode": forward(V2_LITE, DECODE),
@@ -289,6 +289,7 @@ ENGINE = {
     "engine-piece": first_layers(V2_LITE, MIXED, 2),
     "engine-gpt-oss-piece": first_layers(GPT_OSS, MIXED, 2),
     "engine-gpt-oss-decode": forward(GPT_OSS, DECODE),
+    "engine-gpt-oss-cascade": forward(GPT_OSS, CASCADE),
     "engine-gpt-oss-mixed": forward(GPT_OSS, MIXED),
     "engine-head-windows-mixed": forward(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
     "engine-drafts": forward(V2_LITE, DRAFTS, speculate=NGRAM),

@@ -109,8 +109,8 @@ def test_changing_batches_have_the_tokens_of_lone_requests(seed: int) -> None:
     engine, prompts, draw = Engine(model(), SIZES), [*CHATS, SYSTEM[:9], [5, 6, 7]], random.Random(seed)
     params = [dataclasses.replace(DRAWN, max_tokens=12 + 4 * i, seed=i) for i in range(len(prompts))]
     arrived: dict[int | str, int] = {}
-    while len(arrived) < 40 or engine.has_unfinished:
-        if len(arrived) < 40 and draw.random() < 0.2:
+    while len(arrived) < 30 or engine.has_unfinished:
+        if len(arrived) < 30 and draw.random() < 0.2:
             number, salt = draw.choice([0, 1, 2, 3] * 6 + [4, 5]), draw.choice(["", "", "", "", "", "pepper"])
             arrived[engine.add_request(prompts[number], params[number], salt=salt)] = number
         if arrived and draw.random() < 0.01:
@@ -145,7 +145,7 @@ def test_no_compilation_after_warmup() -> None:
 def test_mesh_has_the_tokens_of_one_device(mesh: str) -> None:
     """With two data ranks, a step calls `cascade_decode` if the rows of each rank share pages."""
     split = random_model(CONFIG, seed=2, settings=ALWAYS, mesh=devices_of(mesh))
-    engine = Engine(split, dataclasses.replace(SIZES, num_pages=44, mesh=devices_of(mesh)))
+    engine = Engine(split, dataclasses.replace(SIZES, num_pages=96, mesh=devices_of(mesh)))
     chats = [*CHATS, *CHATS]
     for _ in range(2):  # in the second run, each data rank finds the system prompt in its prefix cache
         outputs = [output.output_ids for output in engine.generate(chats, DRAWN)]

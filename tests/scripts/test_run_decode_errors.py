@@ -111,8 +111,6 @@ class TestRefusals:
                 ["--batch-invariant", "--decode-buckets", "1,4"],
                 "decode_buckets: expected None or (4,) if batch_invariant",
             ),
-            (["--cascade-attention", "--batch-invariant"], "cascade_attention: expected False with batch_invariant"),
-            (["--cascade-attention"], "cascade_attention: cascade_decode attends to keys and values"),
             (["--mesh", "tensor"], "--mesh: expected AXIS=N, separated by commas, got 'tensor'"),
             (["--mesh", "tensor=two"], "--mesh: expected a positive number of devices along tensor, got 'two'"),
             (["--mesh", "tensor=0"], "--mesh: expected a positive number of devices along tensor, got '0'"),
@@ -155,6 +153,8 @@ class TestRefusals:
             (["--model", str(GOLDEN), "--chat", "--verify"], "--chat: not with --verify"),
             (["--model", str(GOLDEN), "--chat", "--dump-logits", "x"], "--chat: not with --dump-logits"),
             (["--model", str(GOLDEN), "--chat"], "has no tokenizer.json with a chat template"),
+            (["--cascade-attention", "--batch-invariant"], "cascade_attention: expected False with batch_invariant"),
+            (["--cascade-attention"], "cascade_attention: cascade_decode attends to keys and values"),
         ],
     )
     def test_wrong_flags_are_errors(self, usage_error, args, message):
