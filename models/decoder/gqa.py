@@ -165,9 +165,8 @@ def attend(
       settings: attention settings.
     """
     metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
-    out: Any = None
     if step.has_cascade:
-        out = cascade_decode(
+        of_rows: Any = cascade_decode(
             q[:, None],
             cache,
             step.tables.decode_block_tables,
@@ -178,7 +177,8 @@ def attend(
             sinks=sinks,
             implementation=settings.implementation,
         )
-        return out.reshape(q.shape)
+        return of_rows.reshape(q.shape)
+    out: Any = None
     if num_decode < metadata.num_tokens:
         # With num_decode added, the prefix sums start after the decode rows, so paged_prefill treats decode rows as
         # padding. Then paged_decode writes the results of decode rows into the same array.

@@ -235,7 +235,7 @@ def buckets(config: ModelConfig, settings: AttentionSettings = AttentionSettings
     """Return the numbers of decode rows for which programs with `cascade_decode` are compiled."""
     shapes = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     dtype = sizes.pop("cache_dtype", None)
-    engine = EngineConfig(**{"page_size": 64, "num_pages": 4096, "max_batched_tokens": 512, **sizes})
+    engine = dataclasses.replace(EngineConfig(page_size=64, num_pages=4096, max_batched_tokens=512), **sizes)
     runner = dataclasses.replace(engine.runner_config(sizes.get("max_model_len", 8192)), cascade_attention=True)
     pages = runner.layer_pages(config.num_hidden_layers)
     steps = CascadeSteps(shapes, runner, shapes.cache_specs(pages, 64, dtype))
