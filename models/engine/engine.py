@@ -25,13 +25,14 @@ A data rank is a group of devices with its own requests, scheduler and page pool
 together. Without data parallelism there is one data rank.
 
 Other modules: `scheduler` (plans steps), `runner` (compiled programs and caches on the device),
-`kv_transfer.engine_transfers` (copies cache pages to and from other engines), `step_log` (statistics), `assembly`
-(constructs the parts of an engine).
+`kv_transfer.engine_transfers` (copies cache pages to and from other engines), `step_log` (statistics), `request_checks`
+(token ids and sampling parameters of a new request), `assembly` (constructs the parts of an engine).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import time
@@ -60,13 +61,8 @@ from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.logprob_list import TokenLogprobs
 from pallas_attn.models.engine.outputs import EngineStats, RequestId, RequestOutput
-from pallas_attn.models.engine.request import (
-    MAX_EDITED_TOKENS,
-    NONFINITE,
-    Request,
-    SamplingParams,
-    as_integers,
-)
+from pallas_attn.models.engine.request import NONFINITE, Request, SamplingParams
+from pallas_attn.models.engine.request_checks import check_params, checked_ids
 from pallas_attn.models.engine.runner import OnCompiled, Runner
 from pallas_attn.models.engine.scheduler import RequestRefused
 from pallas_attn.models.engine.step.plan import StepPlan
@@ -549,9 +545,8 @@ class Engine:
             `max_sequence_len`; or the engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
-        return self._transfers.receive(
-            tokens, made_for, salt, check_ids=self._checked_ids, max_len=self.max_sequence_len
-        )
+        check_ids = functools.partial(checked_ids, vocab_size=self._vocab_size)
+        return self._transfers.receive(tokens, made_for, salt, check_ids=check_ids, max_len=self.max_sequence_len)
 
     def watch_written(
         self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
@@ -624,8 +619,9 @@ class Engine:
             raise ValueError(f"incoming: expected the result of receive_pages or None, got {incoming!r}")
         if token_filter is not None and not isinstance(token_filter, TokenFilter):
             raise ValueError(f"token_filter: expected an object with a method allowed, or None, got {token_filter!r}")
-        request = Request(request_id, self._checked_ids("prompt_ids", prompt_ids), params, salt, token_filter)
-        self._check_params(request)
+        ids = checked_ids("prompt_ids", prompt_ids, self._vocab_size)
+        request = Request(request_id, ids, params, salt, token_filter)
+        check_params(params, self.config, self._vocab_size, self._eos_token_ids)
         tracked = TrackedRequest(request, self._now(), on_token, is_owned=own is not None)
         with self._changing():
             try:
@@ -640,35 +636,6 @@ class Engine:
         if incoming is not None:
             self._transfers.awaited.append((tracked, incoming))
         return tracked
-
-    def _check_params(self, request: Request) -> None:
-        """Raise ValueError if the engine does not support the sampling parameters."""
-        params = request.params
-        if names := params.text_level():
-            raise ValueError(f"{', '.join(names)}: needs a tokenizer, which an engine does not have; use LLM")
-        self._checked_ids("stop_token_ids", params.stop_token_ids)
-        self._checked_ids("logit_bias", tuple(params.logit_bias))
-        self._checked_ids("allowed_token_ids", params.allowed_token_ids or ())
-        if (number := len(params.edited_tokens(self._eos_token_ids))) > MAX_EDITED_TOKENS:
-            names = "logit_bias, stop_token_ids and the model's end-of-sequence tokens"
-            raise ValueError(f"{names}: expected at most {MAX_EDITED_TOKENS} different tokens, got {number}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > min(self.config.max_logprobs, self._vocab_size):
-                limit = f"at most EngineConfig.max_logprobs={self.config.max_logprobs} and the vocabulary size"
-                raise ValueError(f"{name}: expected {limit}, got {getattr(params, name)}")
-        processor = self.config.logits_processor
-        known = () if processor is None else processor.defaults
-        if unknown := [name for name in params.extra_args if name not in known]:
-            wanted = "names in the defaults of EngineConfig.logits_processor"
-            raise ValueError(f"extra_args: expected {wanted}, {list(known)}, got {unknown[0]!r}")
-
-    def _checked_ids(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
-        """Return token ids as a tuple; raise ValueError if an id is not an integer or not in the vocabulary."""
-        ids = as_integers(name, given)
-        outside = [token for token in ids if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ValueError(f"{name}: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}")
-        return ids
 
     def _retain(self, tracked: TrackedRequest) -> None:
         """Add a finished request to the history. If the history is then longer than `EngineConfig.history`, delete the
