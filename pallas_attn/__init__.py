@@ -25,6 +25,9 @@ from pallas_attn.ops.index_top_k import index_top_k as index_top_k
 from pallas_attn.ops.mla_sparse import mla_sparse as mla_sparse
 from pallas_attn.ops.select_top_k import select_top_k as select_top_k
 
+# Weights of residual streams.
+from pallas_attn.ops.hyper_connection_weights import hyper_connection_weights as hyper_connection_weights
+
 # Cache writes, and reads of latents.
 from pallas_attn.ops.gather_latent import gather_latent as gather_latent
 from pallas_attn.ops.write_index_keys import write_index_keys as write_index_keys

@@ -203,6 +203,16 @@ def required_number(name: str, value: Any) -> float:
     return given
 
 
+def number_or_zero(name: str, value: Any) -> float:
+    """Return a finite number of at least 0 as a Python float; see `number`. Raise ValueError for None."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and value == 0:
+        return 0.0
+    wanted = "a finite number of at least 0"
+    if (given := number(name, value, wanted)) is None:
+        raise ValueError(f"{name}: expected {wanted}, got None")
+    return given
+
+
 def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
     """Return an integer from 1 to `most` as a Python int.
 

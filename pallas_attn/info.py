@@ -33,6 +33,7 @@ VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TR
 SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
 LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
+STREAM_LOGITS = 24  # 4 residual streams
 
 
 def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -66,6 +67,10 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     indexed = floats(TOKENS, INDEX_HEADS, INDEX_DIM), weights, index, tables, offsets, lens
     absorbed = floats(TOKENS, Q_HEADS, LATENT_DIM), floats(TOKENS, Q_HEADS, ROPE_DIM)
     scores = jax.ShapeDtypeStruct((TOKENS, PAGES * PAGE_SIZE), jnp.float32)
+    stream_logits = tuple(
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((TOKENS, STREAM_LOGITS), (TOKENS,), (3,), (STREAM_LOGITS,))
+    )
     step = lens, tables, offsets
     new_latent, new_rope = floats(TOKENS, LATENT_DIM), floats(TOKENS, ROPE_DIM)
     return {
@@ -84,6 +89,7 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "mla_sparse": ((*absorbed, cache, ints(TOKENS, TOP_K)), {"sm_scale": 0.1}),
         "compress_and_write": ((state, index, *compressed), {"ratio": 4}),
         "write_index_keys": ((index, floats(TOKENS, INDEX_DIM), slots), {}),
+        "hyper_connection_weights": (stream_logits, {}),
         "cascade_decode": ((decoded, kv, tables, lens), {}),
         "ragged_paged_attention": ((packed, packed_kv, packed_kv, kv, *step), {}),
         "mla_ragged_paged_attention": ((*absorbed, new_latent, new_rope, cache, *step), {"sm_scale": 0.1}),

@@ -389,7 +389,7 @@ class V4Layer(nnx.Module):
     def __init__(self, config: DeepseekV4Config, index: int, settings: AttentionSettings, dtype: DTypeLike):
         """Make layer `index` of the model with zero weights."""
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
+        self.hc_attn, self.hc_ffn = HyperConnection(config, settings), HyperConnection(config, settings)
         self.attn_norm = WideRMSNorm(width, eps, dtype)
         self.attn = CompressedAttention(config, index, settings, dtype)
         self.ffn_norm = WideRMSNorm(width, eps, dtype)

@@ -322,6 +322,10 @@ def _explain_compressed(
                 "index_top_k", q, weights, cache.index, tables, offsets, lens, top_k=chosen, ratio=rate
             )
         extra = {"extra_cache": cache.entries, "extra_slots": _ints(tokens, chosen)}
+    columns = (2 + config.hc_mult) * config.hc_mult
+    found["hyper_connection_weights"] = explained(
+        "hyper_connection_weights", array(tokens, columns, of=f32), *(array(n, of=f32) for n in (tokens, 3, columns))
+    )
     q = array(tokens, config.num_attention_heads, width)
     seen, sinks = _ints(tokens, config.sliding_window), array(config.num_attention_heads, of=f32)
     found["mla_sparse"] = explained(

@@ -3,8 +3,8 @@
     x = sum_n pre[n] · X[n]
     X'[j] = post[j] · sublayer(x) + sum_i mix[i, j] · X[i]
 
-The weights are computed from the streams of the token. `mix` is close to doubly stochastic: the sums of its rows and of
-its columns are close to 1, by alternate normalisation (Sinkhorn and Knopp).
+The weights are computed from the streams of the token, by a matrix product and `pallas_attn.hyper_connection_weights`.
+The sums over streams are elementwise, and XLA fuses each into one kernel with the operations around it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
+from pallas_attn import hyper_connection_weights
 from pallas_attn.models.config import DeepseekV4Config
-from pallas_attn.models.decoder.layers import project, rms_scaled
+from pallas_attn.models.decoder.layers import project
+from pallas_attn.models.decoder.settings import AttentionSettings
 
 
 class StreamWeights(NamedTuple):
@@ -35,9 +37,9 @@ class StreamWeights(NamedTuple):
 class HyperConnection(nnx.Module):
     """Weights of one sublayer. All parameters are float32, independent of the model's dtype."""
 
-    def __init__(self, config: DeepseekV4Config):
+    def __init__(self, config: DeepseekV4Config, settings: AttentionSettings):
         streams = config.hc_mult
-        self.streams, self.iterations = streams, config.hc_sinkhorn_iters
+        self.iterations, self.implementation = config.hc_sinkhorn_iters, settings.implementation
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
         outputs = (2 + streams) * streams
         self.fn = nnx.Param(jnp.zeros((streams * config.hidden_size, outputs), jnp.float32))
@@ -46,22 +48,17 @@ class HyperConnection(nnx.Module):
 
     def __call__(self, streams: Float[Array, "T N D"]) -> tuple[Float[Array, "T D"], StreamWeights]:
         """Return the input of the sublayer, and the weights with which `merge` adds its output."""
-        count = self.streams
-        z = project(flat_streams(streams, self.norm_eps), self.fn[...])
-        scale = jnp.repeat(self.scale[...], jnp.asarray([count, count, count**2]), total_repeat_length=z.shape[1])
-        z = z * scale[None] + self.base[...][None]
-        pre, post = jax.nn.sigmoid(z[:, :count]) + self.eps, 2 * jax.nn.sigmoid(z[:, count : 2 * count])
-        mix = self._doubly_stochastic(z[:, 2 * count :].reshape(-1, count, count))
+        flat = flat_streams(streams)
+        pre, post, mix = hyper_connection_weights(
+            project(flat, self.fn[...]),
+            inverse_rms(flat, self.norm_eps),
+            self.scale[...],
+            self.base[...],
+            iterations=self.iterations,
+            eps=self.eps,
+            implementation=self.implementation,
+        )
         return weighted_streams(streams, pre), StreamWeights(post, mix)
-
-    def _doubly_stochastic(self, logits: Float32[Array, "T N N"]) -> Float32[Array, "T N N"]:
-        """Return the softmax of each row, then normalised by columns and rows in turn, columns first and last."""
-
-        def normalised(mix: Array, axis: int) -> Array:
-            return mix / (jnp.sum(mix, axis=axis, keepdims=True) + self.eps)
-
-        mix = normalised(jax.nn.softmax(logits, axis=2) + self.eps, 1)
-        return jax.lax.fori_loop(1, self.iterations, lambda _, mix: normalised(normalised(mix, 2), 1), mix)
 
 
 def merge(streams: Float[Array, "T N D"], output: Float[Array, "T D"], weights: StreamWeights) -> Float[Array, "T N D"]:
@@ -82,14 +79,24 @@ class StreamHead(nnx.Module):
         self.scale = nnx.Param(jnp.ones(1, jnp.float32))
 
     def __call__(self, streams: Float[Array, "T N D"]) -> Float[Array, "T D"]:
-        z = project(flat_streams(streams, self.norm_eps), self.fn[...])
+        flat = flat_streams(streams)
+        z = project(flat, self.fn[...]) * inverse_rms(flat, self.norm_eps)[:, None]
         weights = jax.nn.sigmoid(z * self.scale[...][None] + self.base[...][None]) + self.eps
         return weighted_streams(streams, weights)
 
 
-def flat_streams(streams: Float[Array, "T N D"], eps: float) -> Float32[Array, "T ND"]:
-    """Return all streams of each token as one row, divided by its root mean square."""
-    return rms_scaled(streams.reshape(streams.shape[0], -1), eps)
+def flat_streams(streams: Float[Array, "T N D"]) -> Float[Array, "T ND"]:
+    """Return all streams of each token as one row.
+
+    The row is projected before it is divided by its root mean square: `project` reads bfloat16 rows, and the division
+    is a factor per token of the logits.
+    """
+    return streams.reshape(streams.shape[0], -1)
+
+
+def inverse_rms(rows: Float[Array, "T ND"], eps: float) -> Float32[Array, "T"]:
+    """Return 1 / sqrt(mean(x²) + eps) of each row x, computed in float32."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(rows.astype(jnp.float32)), axis=-1) + eps)
 
 
 def weighted_streams(streams: Float[Array, "T N D"], weights: Float32[Array, "T N"]) -> Float[Array, "T D"]:

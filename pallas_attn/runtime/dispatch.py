@@ -73,6 +73,7 @@ MODULES: dict[str, Modules] = {
     "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
     "compress_and_write": {**_IN_TRITON, **_ANYWHERE},
+    "hyper_connection_weights": {**_IN_TRITON, **_ANYWHERE},
 }
 """Modules that implement each operation."""
 

@@ -72,6 +72,7 @@ OPERATIONS: dict[str, Splittable] = {
     "write_latent": Splittable(()),
     "write_index_keys": Splittable(()),
     "compress_and_write": Splittable((), ("", "")),
+    "hyper_connection_weights": Splittable(("T",), ("T n", "T n", "T n n")),
     "gather_latent": Splittable((), ("length LR",)),
     "plan_decode": Splittable(()),
 }

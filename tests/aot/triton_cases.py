@@ -604,6 +604,18 @@ def compress(width: int, ratio: int, cache: str = "", num_tokens: int = 64) -> T
     return TritonCase(call, arguments, tensor_cores=False)
 
 
+def stream_weights(num_streams: int, num_tokens: int) -> TritonCase:
+    columns, f32 = (2 + num_streams) * num_streams, functools.partial(shape, dtype=jnp.float32)
+    arguments = {
+        "logits": f32(num_tokens, columns),
+        "inverse_rms": f32(num_tokens),
+        "scale": f32(3),
+        "base": f32(columns),
+    }
+    call = functools.partial(pallas_attn.hyper_connection_weights, implementation="triton")
+    return TritonCase(call, arguments, tensor_cores=False)
+
+
 def index_keys(name: str, index_dim: int = 128) -> PagedIndexKeys:
     sizes = {"num_pages": 1024, "page_size": 64, "index_dim": index_dim}
     return allocated(PagedIndexKeys, index_cache_spec(**sizes, dtype=CACHE_DTYPES[name]))
@@ -684,6 +696,7 @@ SPARSE = {
     "compress-512-4-v4": compress(512, 4, "v4"),
     "compress-128-4-bf16": compress(128, 4, "bf16"),
     "compress-128-4-fp8": compress(128, 4, "fp8"),
+    **{f"hyper-connection-weights-{n}": stream_weights(n, 64) for n in (1, 2, 4, 8, 16)},
     "index-top-k-entries": CHOOSE(num_tokens=64, ratio=4),
     "mla-sparse-f16-f32": mla_sparse("f16", out_dtype=jnp.float32),
     "mla-sparse-f16-h3": mla_sparse("f16", 3),
@@ -820,6 +833,7 @@ IN_EVERY_RUN = frozenset(
         ("mla-sparse-bf16-h128", "sm90"),
         ("mla-sparse-two-caches-h64", "sm86"),
         ("compress-512-4", "sm90"),
+        ("hyper-connection-weights-4", "sm80"),
         ("index-top-k-fp8-16", "sm86"),
         ("write-index-keys-fp8", "sm80"),
         ("paged-decode-bf16-d128", "sm90"),

@@ -664,7 +664,7 @@ def test_every_operation_has_an_implementation(cache_dtype: str | None):
     sizes = EngineConfig(num_pages=8, page_size=16, max_batched_tokens=8, max_num_seqs=2, cache_dtype=cache_dtype)
     explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64).largest_step, "bfloat16")
     assert {op: explanation.chosen for op, explanation in explained.items()} == dict.fromkeys(
-        ("write_latent", "compress_and_write", "index_top_k", "mla_sparse"), "xla"
+        ("write_latent", "compress_and_write", "index_top_k", "hyper_connection_weights", "mla_sparse"), "xla"
     )
 
 

@@ -497,6 +497,7 @@ DELETIONS = """
                 {"ratio": 4},
             ),
             "write_index_keys": ((index, q[:, 0], ints(1)), {}),
+            "hyper_connection_weights": ((scores, zeros(1), zeros(3), zeros(8)), {}),
         }
         args, kwargs = arguments[op]
         return jax.eval_shape(lambda: getattr(pallas_attn, op)(*args, **kwargs, implementation=implementation))

@@ -214,6 +214,12 @@ CASES: dict[str, Case] = {
         P(),
         {"top_k": 3},
     ),
+    "weights of streams": Case(
+        pa.hyper_connection_weights,
+        {"logits": values(8, 24), "inverse_rms": values(8) + 1, "scale": values(3), "base": values(24)},
+        {"logits": BATCH, "inverse_rms": BATCH},
+        (BATCH, BATCH, BATCH),
+    ),
     "choice by scores": Case(pa.select_top_k, {"scores": values(8, 32)}, {"scores": BATCH}, BATCH, {"top_k": 3}),
     "chosen latents": Case(
         pa.mla_sparse,

@@ -74,6 +74,7 @@ def run(operation, tmp_path, *more):
                 ("write_latent", "f32", "xla"),
                 ("gather_latent", "f32", "xla"),
                 ("compress_and_write", "float32", "xla"),
+                ("hyper_connection_weights", "", "xla"),
             )
         ),
     ],

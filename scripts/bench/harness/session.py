@@ -32,6 +32,7 @@ OPERATIONS = (
     "mla_sparse",
     "index_top_k",
     "compress_and_write",
+    "hyper_connection_weights",
     "sparse_layer",
     "cascade_decode",
     "ragged_paged_attention",
