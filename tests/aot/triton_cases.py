@@ -22,8 +22,9 @@ from pallas_attn import (
     latent_cache_spec,
 )
 from pallas_attn.models.engine.draw_kernel import draw_rows
+from pallas_attn.ops.compress_and_write.config import CompressConfig
 from pallas_attn.ops.plan_decode import Mode
-from pallas_attn.runtime import device
+from pallas_attn.runtime import device, tuning
 from tests.aot.case import allocated, shape
 
 
@@ -582,9 +583,14 @@ def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024, quanti
     return TritonCase(call, arguments)
 
 
-def compress(width: int, ratio: int, cache: str = "", num_tokens: int = 64) -> TritonCase:
+def compress(
+    width: int, ratio: int, cache: str = "", num_tokens: int = 64, config: CompressConfig | None = None
+) -> TritonCase:
     """Return a case of `compress_and_write` with entries of `width` columns in bfloat16, or index keys of the dtype
     `cache`, or with "v4" latents with scales that are powers of two. Entries of 4 tokens overlap.
+
+    Args:
+      config: settings of the kernel; None for the settings that users get.
     """
     entries = latents("bf16", width, 0) if not cache else latents_of_v4() if cache == "v4" else index_keys(cache, width)
     columns = 2 * width * (2 if ratio == 4 else 1)
@@ -600,7 +606,11 @@ def compress(width: int, ratio: int, cache: str = "", num_tokens: int = 64) -> T
         "cu_q_lens": ints(17),
         "kv_lens": ints(16),
     }
-    call = functools.partial(pallas_attn.compress_and_write, ratio=ratio, implementation="triton")
+
+    def call(**given: Any) -> Any:
+        with tuning.deciding(lambda _op, _key, found: config or found):
+            return pallas_attn.compress_and_write(**given, ratio=ratio, implementation="triton")
+
     return TritonCase(call, arguments, tensor_cores=False)
 
 
@@ -696,6 +706,8 @@ SPARSE = {
     "compress-512-4-v4": compress(512, 4, "v4"),
     "compress-128-4-bf16": compress(128, 4, "bf16"),
     "compress-128-4-fp8": compress(128, 4, "fp8"),
+    "compress-512-4-tokens": compress(512, 4, config=CompressConfig(tokens=4, rows=8, warps=4)),
+    "compress-128-4-tokens": compress(128, 4, "fp8", config=CompressConfig(tokens=8, rows=8, warps=1)),
     **{f"hyper-connection-weights-{n}": stream_weights(n, 64) for n in (1, 2, 4, 8, 16)},
     "index-top-k-entries": CHOOSE(num_tokens=64, ratio=4),
     "mla-sparse-f16-f32": mla_sparse("f16", out_dtype=jnp.float32),

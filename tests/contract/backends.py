@@ -25,6 +25,7 @@ from pallas_attn import DecodePlan
 from pallas_attn.mosaic import decode_config
 from pallas_attn.mosaic.prefill import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
+from pallas_attn.ops.compress_and_write.config import CompressConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.plan_decode.config import PlanConfig
 from pallas_attn.ops.write_kv import config as write_config
@@ -151,7 +152,12 @@ BACKENDS = (
     # Triton kernels need no context: tests/conftest.py sets the interpreter's variable on machines without a GPU.
     Backend(
         "triton",
-        configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2, bare_steps=True)),
+        # Programs of `compress_and_write` have several tokens, and pool the rows of a block in several steps.
+        configs=(
+            CUT_SHORT_ROWS,
+            CompressConfig(tokens=4, rows=4, warps=4),
+            FlashTile(rows=16, tokens=32, warps=4, stages=2, bare_steps=True),
+        ),
         dtype="bfloat16",
         kernels=True,
         plans=True,

@@ -323,6 +323,17 @@ def test_values(backend: Backend, name: str) -> None:
     harness.assert_same_bits(compress(backend, inputs.case)(**clean)[1], entries)
 
 
+@every_backend
+@in_every_run("triton")
+def test_the_configuration_a_user_gets(backend: Backend) -> None:
+    inputs, backend = CompressInputs.draw(BASE, harness.fresh_rng()), backends.as_users_get(backend)
+    _, entries = compress(backend)(**inputs.arguments())
+    want = inputs.written()
+    harness.assert_close(
+        "entries", meant(entries, sorted(want)), [want[i] for i in sorted(want)], TOLERANCES["float32"]
+    )
+
+
 @pytest.mark.parametrize("name", ["overlapping", "separate"])
 @every_backend
 @in_every_run("reference", "xla", triton=["overlapping"])

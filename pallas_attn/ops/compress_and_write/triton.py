@@ -1,15 +1,19 @@
 """`compress_and_write` in Triton, for GPUs from Ampere (sm80) on.
 
-A program handles one new token. It copies the token's compressor row to the state, and if the token completes a block,
-it computes the block's entry:
+A program handles some new tokens. It copies their compressor rows to the state, and for each token that completes a
+block, it computes the block's entry:
 
-    state[slot of the token] = row of the token
-    if the token completes a block:
+    row = rows[tokens]                                     # [tokens, ROW]
+    state[slots of the tokens] = row
+    for token in tokens, if the token completes a block:
         for tile of the block's rows:                      # new rows from `rows`, older rows from the state
             gates, contents = load(tile)                   # [rows, columns]
             top, total, pooled = online softmax over the rows, for each column
         entry = rotate(rmsnorm(pooled / total))            # [columns]
         entries[slot of the entry] = cast or quantise(entry)
+
+The rows are loaded before their slots. Finding the slot of a token takes several dependent loads (sequence, position,
+page), which otherwise would delay the row.
 
 A program reads only rows of earlier calls from the state, and no program of this call writes them. Entries of different
 programs have different slots. So there are no barriers.
@@ -20,17 +24,12 @@ from __future__ import annotations
 import triton.language as tl
 
 from pallas_attn.ops.compress_and_write.call import CompressAndWriteCall
+from pallas_attn.ops.compress_and_write.config import CompressConfig
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.quantise import amax_scale, f32_from_power_of_two, latent_exponents, quantise, row_amax
 from pallas_attn.triton.softmax import LOG2E, finite_or_zero
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_8BIT, POWER_OF_TWO, QMAX, SMALL_LATENT_GROUP, PagedIndexKeys, PagedLatent
-
-TILE_ELEMENTS = 8192
-"""Maximum number of contents (and of gates) that a program loads at a time: 32 for each of 256 threads."""
-
-COPY_COLUMNS = 2048
-"""Maximum number of columns of a compressor row that a program copies at a time."""
 
 GROUP = tl.constexpr(SMALL_LATENT_GROUP)
 """Columns that share a scale that is a power of two."""
@@ -49,18 +48,19 @@ def compress_and_write(call: CompressAndWriteCall) -> tuple[PagedLatent, PagedLa
         raise NotImplementedError(f"writes latents with scales that are powers of two, got {scale.dtype.name}")
     entries = call.entry_pages
     block = power_of_two(width)
-    rows = min(power_of_two(call.halves * call.ratio), max(1, TILE_ELEMENTS // block))
+    pooled = call.halves * call.ratio
+    config = CompressConfig.of(num_tokens=num_tokens, width=block, pooled=pooled)
     state, *written = launch(
         _compress,
         *(call.rows, call.norm, call.cos, call.sin, call.state_tables, call.entry_tables),
-        *(call.cu_q_lens, call.kv_lens, call.kv_lens.shape[0], call.state.pages, entries, scale, rope),
+        *(call.cu_q_lens, call.kv_lens, num_tokens, call.kv_lens.shape[0], call.state.pages, entries, scale, rope),
         outputs=[call.state.pages, entries, *(array for array in (scale, rope) if array is not None)],
-        grid=(num_tokens,),
+        grid=(-(-num_tokens // config.tokens),),
         constants=({"entry_scale_ptr": None} if scale is None else {})
         | ({"entry_rope_ptr": None} if rope is None else {})
         | {
             "RATIO": call.ratio,
-            "POOLED": call.halves * call.ratio,
+            "POOLED": pooled,
             "D": width,
             "STORED": entries.shape[2],
             "HALF": half,
@@ -72,14 +72,15 @@ def compress_and_write(call: CompressAndWriteCall) -> tuple[PagedLatent, PagedLa
             "NUM_ENTRY_PAGES": entries.shape[0],
             "ENTRY_TABLE_PAGES": call.entry_tables.shape[1],
             "SEARCH_STEPS": call.kv_lens.shape[0].bit_length(),
-            "ROWS": rows,
+            "TOKENS": config.tokens,
+            "ROWS": config.rows,
             "BLOCK": block,
-            "COPIED": min(COPY_COLUMNS, power_of_two(columns)),
+            "COPIED": power_of_two(columns),
             "EPS": call.norm_eps,
             "QMAX": float(QMAX[LATENT_8BIT]),
         },
-        num_warps=8 if rows * block > TILE_ELEMENTS // 2 else 4,
-        aliases={9: 0, 10: 1} | ({} if scale is None else {11: 2}) | ({} if rope is None else {12: 3}),
+        num_warps=config.warps,
+        aliases={10: 0, 11: 1} | ({} if scale is None else {12: 2}) | ({} if rope is None else {13: 3}),
         bytes_accessed=num_tokens * columns * 12,
     )
     return PagedLatent(state), type(call.entries)(*written)
@@ -95,6 +96,7 @@ def _compress(
     entry_tables_ptr,  # [S, ENTRY_TABLE_PAGES]
     cu_q_lens_ptr,  # [S + 1]
     kv_lens_ptr,  # [S]
+    num_tokens,
     num_sequences,
     _aliased_state_ptr,  # same memory as state_ptr
     _aliased_entries_ptr,  # same memory as entries_ptr
@@ -117,39 +119,52 @@ def _compress(
     NUM_ENTRY_PAGES: tl.constexpr,
     ENTRY_TABLE_PAGES: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COPIED: tl.constexpr,
     EPS: tl.constexpr,
     QMAX: tl.constexpr,
 ):
-    token = tl.program_id(0)
+    number = tl.arange(0, TOKENS)
+    token = tl.program_id(0) * TOKENS + number
+    row_column = tl.arange(0, COPIED)
+    held = (token < num_tokens)[:, None] & (row_column < ROW)[None, :]
+    row = tl.load(rows_ptr + (token.to(tl.int64) * ROW)[:, None] + row_column[None, :], mask=held)  # [TOKENS, COPIED]
+    tl.debug_barrier()  # else ptxas moves the load behind the search for the sequence
     sequence = _sequence_of(cu_q_lens_ptr, token, num_sequences, SEARCH_STEPS)
-    if (sequence < num_sequences) & (token >= tl.load(cu_q_lens_ptr)):
-        first_token, end = tl.load(cu_q_lens_ptr + sequence), tl.load(cu_q_lens_ptr + sequence + 1)
-        position = tl.load(kv_lens_ptr + sequence) - end + token
-        table_ptr = tables_ptr + sequence.to(tl.int64) * TABLE_PAGES
-        if position >= 0:
-            page = tl.load(table_ptr + position // PAGE)
-            slot = page.to(tl.int64) * PAGE + position % PAGE
-            for first in tl.static_range(0, ROW, COPIED):
-                row_column = first + tl.arange(0, COPIED)
-                copied = (row_column < ROW) & (page >= 0) & (page < NUM_PAGES)
-                row = tl.load(rows_ptr + token.to(tl.int64) * ROW + row_column, mask=copied)
-                tl.store(state_ptr + slot * ROW + row_column, row, mask=copied)
-            if position % RATIO == RATIO - 1:
-                entry = position // RATIO
-                in_table = entry // ENTRY_PAGE < ENTRY_TABLE_PAGES
-                entry_table_ptr = entry_tables_ptr + sequence.to(tl.int64) * ENTRY_TABLE_PAGES
-                page = tl.load(entry_table_ptr + entry // ENTRY_PAGE, mask=in_table, other=-1)
-                if (page >= 0) & (page < NUM_ENTRY_PAGES):
-                    values = _pooled(
-                        *(rows_ptr, state_ptr, table_ptr, token, first_token, position),
-                        *(POOLED, RATIO, D, ROW, PAGE, NUM_PAGES, ROWS, BLOCK),
-                    )
-                    values = _normed_and_rotated(values, norm_ptr, cos_ptr, sin_ptr, token, D, HALF, BLOCK, EPS)
-                    slot = page.to(tl.int64) * ENTRY_PAGE + entry % ENTRY_PAGE
-                    _store(*(values, slot, entries_ptr, entry_scale_ptr, entry_rope_ptr, D, STORED, BLOCK, QMAX))
+    known = (token < num_tokens) & (sequence < num_sequences) & (token >= tl.load(cu_q_lens_ptr))
+    first_token = tl.load(cu_q_lens_ptr + sequence, mask=known, other=0)
+    end = tl.load(cu_q_lens_ptr + sequence + 1, mask=known, other=0)
+    kv_len = tl.load(kv_lens_ptr + sequence, mask=known, other=0)
+    position = tl.where(known, kv_len - end + token, -1)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * TABLE_PAGES
+    page = tl.load(table_ptr + position // PAGE, mask=position >= 0, other=-1)
+    in_pool = (page >= 0) & (page < NUM_PAGES)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+    tl.store(state_ptr + (slot * ROW)[:, None] + row_column[None, :], row, mask=held & in_pool[:, None])
+    for i in range(TOKENS):
+        last = _element(position, number, i)
+        if (last >= 0) & (last % RATIO == RATIO - 1):
+            entry, of_sequence = last // RATIO, _element(sequence, number, i).to(tl.int64)
+            in_table = entry // ENTRY_PAGE < ENTRY_TABLE_PAGES
+            entry_table_ptr = entry_tables_ptr + of_sequence * ENTRY_TABLE_PAGES
+            entry_page = tl.load(entry_table_ptr + entry // ENTRY_PAGE, mask=in_table, other=-1)
+            if (entry_page >= 0) & (entry_page < NUM_ENTRY_PAGES):
+                last_token = tl.program_id(0) * TOKENS + i
+                values = _pooled(
+                    *(rows_ptr, state_ptr, tables_ptr + of_sequence * TABLE_PAGES, last_token),
+                    *(_element(first_token, number, i), last, POOLED, RATIO, D, ROW, PAGE, NUM_PAGES, ROWS, BLOCK),
+                )
+                values = _normed_and_rotated(values, norm_ptr, cos_ptr, sin_ptr, last_token, D, HALF, BLOCK, EPS)
+                entry_slot = entry_page.to(tl.int64) * ENTRY_PAGE + entry % ENTRY_PAGE
+                _store(*(values, entry_slot, entries_ptr, entry_scale_ptr, entry_rope_ptr, D, STORED, BLOCK, QMAX))
+
+
+@kernel
+def _element(vector, number, i):
+    """Return element i of an int32 vector whose elements have the indices `number`."""
+    return tl.sum(tl.where(number == i, vector, 0), 0)
 
 
 @kernel
@@ -193,8 +208,9 @@ def _store(
 
 @kernel
 def _sequence_of(cu_q_lens_ptr, token, num_sequences, SEARCH_STEPS: tl.constexpr):
-    """Return the number of sequences that end at or before a packed token, which is the index of its sequence."""
-    low, high = 0, num_sequences
+    """Return the number of sequences that end at or before packed tokens, which is the index of their sequence."""
+    low = tl.zeros_like(token)
+    high = low + num_sequences
     for _ in range(SEARCH_STEPS):
         middle = (low + high) // 2
         is_before = (middle < num_sequences) & (

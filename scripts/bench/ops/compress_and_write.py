@@ -1,11 +1,17 @@
 """Benchmark of `compress_and_write`: rows of new tokens are written, and completed blocks are pooled to entries.
 
 Each call has other sequences, whose rows and entries are in separate pages.
+
+The grid "tune" runs the Triton kernel with several settings:
+
+    python scripts/bench_ops.py compress_and_write --grid tune --contenders triton --json OUT
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_attn import CacheSpec, PagedLatent, compress_and_write, latent_cache_spec
+from pallas_attn.runtime import tuning
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import Pools, calls_of, chain_of, check_fits, random_latents, random_values
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -26,6 +33,7 @@ class CompressCase:
     Attributes:
       new_tokens: new tokens per sequence.
       ratio: tokens per block. Blocks of 4 tokens overlap.
+      settings: (tokens, rows, warps) of a program of the Triton kernel; None for the settings that users get.
     """
 
     batch: int
@@ -35,10 +43,15 @@ class CompressCase:
     rotary: int = 64
     page_size: int = 16
     dtype: str = "bfloat16"
+    settings: tuple[int, int, int] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.width} of {self.ratio} B{self.batch} {self.new_tokens} new {self.dtype}"
+        name = f"{self.width} of {self.ratio} B{self.batch} {self.new_tokens} new {self.dtype}"
+        if self.settings is None:
+            return name
+        tokens, rows, warps = self.settings
+        return f"{name} tokens={tokens} rows={rows} warps={warps}"
 
     @property
     def tokens(self) -> int:
@@ -132,9 +145,24 @@ def ours(implementation: str, case: CompressCase, arrays: CompressInputs, stopwa
     def call(caches: tuple[PagedLatent, PagedLatent], shared: Any, own: dict[str, Any]) -> tuple[Any, None]:
         return compress_and_write(*caches, **shared, **own, ratio=case.ratio, implementation=implementation), None
 
-    carried = random_latents(case.spec(1)), random_latents(case.spec(case.ratio))
-    return stopwatch.chain(call, chain_of(implementation, arrays.owns), carried=carried, shared=arrays.shared)
+    def decide(op: str, _key: Mapping[str, Any], config: Any) -> Any:
+        if op != "compress_and_write/triton" or case.settings is None:
+            return config
+        return dataclasses.replace(config, **dict(zip(("tokens", "rows", "warps"), case.settings, strict=True)))
 
+    carried = random_latents(case.spec(1)), random_latents(case.spec(case.ratio))
+    with tuning.deciding(decide):
+        return stopwatch.chain(call, chain_of(implementation, arrays.owns), carried=carried, shared=arrays.shared)
+
+
+TUNED: dict[tuple[int, int], list[tuple[int, int, int]]] = {
+    (4, 512): list(itertools.product((1, 2, 4), (8,), (2, 4, 8))),
+    (4, 128): list(itertools.product((1, 2, 4, 8), (8,), (1, 2, 4))),
+    (128, 512): [*itertools.product((1, 2), (8, 16), (4,)), (1, 8, 8), (1, 16, 8), (2, 8, 8)],
+}
+"""Settings (tokens, rows, warps) of the grid "tune" by (ratio, width). None of them spills registers on sm90. With
+width / 128 warps, a thread has all rows of its columns, and pooling needs no barriers.
+"""
 
 BENCH = Bench(
     grids={
@@ -142,6 +170,12 @@ BENCH = Bench(
             CompressCase(batch, new, ratio, width)
             for ratio, width in ((4, 512), (4, 128), (128, 512))
             for batch, new in ((1, 1), (16, 1), (128, 1), (1, 8192), (4, 8192))
+        ],
+        "tune": [
+            CompressCase(batch, new, ratio, width, settings=settings)
+            for (ratio, width), tuned in TUNED.items()
+            for batch, new in ((4, 8192), (128, 1))
+            for settings in tuned
         ],
         "small": [CompressCase(2, 3, 4, 32, 8, 4, "float32")],
     },
