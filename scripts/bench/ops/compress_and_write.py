@@ -158,7 +158,7 @@ def ours(implementation: str, case: CompressCase, arrays: CompressInputs, stopwa
 TUNED: dict[tuple[int, int], list[tuple[int, int, int]]] = {
     (4, 512): list(itertools.product((1, 2, 4), (8,), (2, 4, 8))),
     (4, 128): list(itertools.product((1, 2, 4, 8), (8,), (1, 2, 4))),
-    (128, 512): [*itertools.product((1, 2), (8, 16), (4,)), (1, 8, 8), (1, 16, 8), (2, 8, 8)],
+    (128, 512): [*itertools.product((1, 2, 4), (8,), (4, 8)), (1, 16, 4), (1, 16, 8), (2, 16, 4)],
 }
 """Settings (tokens, rows, warps) of the grid "tune" by (ratio, width). None of them spills registers on sm90. With
 width / 128 warps, a thread has all rows of its columns, and pooling needs no barriers.
