@@ -15,13 +15,21 @@ import numpy as np
 from pallas_attn.models.checkpoints.files import V4_TABLE, CheckpointError
 from pallas_attn.models.checkpoints.sources import Source, linear, norm, under
 from pallas_attn.models.config import DeepseekV4Config
+from pallas_attn.models.decoder.mesh import ExpertSplit
 
 V4_EMBEDDING = "embed.weight"
 """Name of the input embedding."""
 
 
-def v4_sources(config: DeepseekV4Config) -> dict[str, Source]:
-    """Return the source of every parameter by its dotted path in `Decoder`."""
+def v4_sources(
+    config: DeepseekV4Config, split: ExpertSplit, device: int, vocab_size: int | None = None
+) -> dict[str, Source]:
+    """Return the source of every parameter by its dotted path in `Decoder`.
+
+    Args:
+      config, split, device: as in `weights.weight_sources`.
+      vocab_size: size of the vocabulary of the whole model; None for the size in `config`.
+    """
     vocabulary, width, streams = config.vocab_size, config.hidden_size, config.hc_mult
     sources = {
         "embed_tokens": Source({V4_EMBEDDING: (vocabulary, width)}),
@@ -30,12 +38,15 @@ def v4_sources(config: DeepseekV4Config) -> dict[str, Source]:
         **under("stream_head", _connection("hc_head", streams, streams * width, 1)),
     }
     for i in range(config.num_hidden_layers):
-        sources |= under(f"layers.{i}", _layer(config, i, f"layers.{i}"))
+        sources |= under(f"layers.{i}", _layer(config, i, f"layers.{i}", split, device, vocab_size))
     return sources
 
 
-def v4_mtp_sources(config: DeepseekV4Config) -> dict[str, Source]:
-    """Return the source of every parameter of prediction modules by its path in a list of `V4MTPModule`."""
+def v4_mtp_sources(config: DeepseekV4Config, split: ExpertSplit, device: int) -> dict[str, Source]:
+    """Return the source of every parameter of prediction modules by its path in a list of `V4MTPModule`.
+
+    Arguments as in `v4_sources`.
+    """
     width, streams, sources = config.hidden_size, config.hc_mult, {}
     for k in range(config.num_nextn_predict_layers):
         name = f"mtp.{k}"
@@ -43,13 +54,15 @@ def v4_mtp_sources(config: DeepseekV4Config) -> dict[str, Source]:
             **{f"{part}.weight": norm(f"{name}.{part}", width) for part in ("enorm", "hnorm", "norm")},
             **{f"{part}.weight": linear(f"{name}.{part}", width, width) for part in ("e_proj", "h_proj")},
             **under("stream_head", _connection(f"{name}.hc_head", streams, streams * width, 1)),
-            **under("layer", _layer(config.of_module, 0, name)),
+            **under("layer", _layer(config.of_module, 0, name, split, device)),
         }
         sources |= under(str(k), module)
     return sources
 
 
-def _layer(config: DeepseekV4Config, index: int, name: str) -> dict[str, Source]:
+def _layer(
+    config: DeepseekV4Config, index: int, name: str, split: ExpertSplit, device: int, vocab_size: int | None = None
+) -> dict[str, Source]:
     width, streams = config.hidden_size, config.hc_mult
     sizes = ((2 + streams) * streams, streams * width, 3)
     return {
@@ -58,7 +71,7 @@ def _layer(config: DeepseekV4Config, index: int, name: str) -> dict[str, Source]
         **under("hc_attn", _connection(f"{name}.hc_attn", *sizes)),
         **under("hc_ffn", _connection(f"{name}.hc_ffn", *sizes)),
         **under("attn", _attention(config, index, f"{name}.attn")),
-        **under("ffn", _experts(config, index, f"{name}.ffn")),
+        **under("ffn", _experts(config, index, f"{name}.ffn", split, device, vocab_size)),
     }
 
 
@@ -113,9 +126,12 @@ def _compressor(config: DeepseekV4Config, index: int, name: str, width: int) -> 
     }
 
 
-def _experts(config: DeepseekV4Config, index: int, name: str) -> dict[str, Source]:
+def _experts(
+    config: DeepseekV4Config, index: int, name: str, split: ExpertSplit, device: int, vocab_size: int | None
+) -> dict[str, Source]:
+    """Return the sources of a layer's experts. Every device has the whole router, with the experts of all tokens."""
     experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    prefixes = [f"{name}.experts.{e}" for e in range(experts)]
+    prefixes = [f"{name}.experts.{e}" for e in split.own(experts, device)]
 
     def join(tensors: Iterator[np.ndarray]) -> np.ndarray:
         return np.stack([np.concatenate([gate.T, up.T], axis=1) for gate, up in itertools.batched(tensors, 2)])
@@ -129,18 +145,18 @@ def _experts(config: DeepseekV4Config, index: int, name: str) -> dict[str, Sourc
 
     gate_up = {f"{prefix}.{part}.weight": (hidden, width) for prefix in prefixes for part in ("w1", "w3")}
     down = {f"{prefix}.w2.weight": (width, hidden) for prefix in prefixes}
-    shared = f"{name}.shared_experts"
+    shared, shared_hidden = f"{name}.shared_experts", hidden // split.expert
     sources = {
         "gate.weight": dataclasses.replace(linear(f"{name}.gate", experts, width), in_f32=True),
         "gate_up_proj": Source(gate_up, join, of_experts=True),
         "down_proj": Source(down, lambda t: np.stack([w.T for w in t]), of_experts=True),
         "shared_experts.gate_up_proj.weight": Source(
-            {f"{shared}.{part}.weight": (hidden, width) for part in ("w1", "w3")},
+            {f"{shared}.{part}.weight": (shared_hidden, width) for part in ("w1", "w3")},
             lambda t: np.concatenate([w.T for w in t], axis=1),
         ),
-        "shared_experts.down_proj.weight": linear(f"{shared}.w2", width, hidden),
+        "shared_experts.down_proj.weight": linear(f"{shared}.w2", width, shared_hidden),
     }
     if config.is_hashed(index):
-        of_tokens = {f"{name}{V4_TABLE}": (config.vocab_size, config.num_experts_per_tok)}
+        of_tokens = {f"{name}{V4_TABLE}": (vocab_size or config.vocab_size, config.num_experts_per_tok)}
         return sources | {"gate.experts_of_tokens": Source(of_tokens, table, in_int32=True)}
     return sources | {"gate.bias": Source({f"{name}.gate.bias": (experts,)}, in_f32=True)}

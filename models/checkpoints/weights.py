@@ -83,7 +83,12 @@ _NEAR_ONE = (
 
 
 def weight_sources(
-    config: ModelConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
+    config: ModelConfig,
+    split: ExpertSplit = ExpertSplit(),
+    device: int = 0,
+    contexts: int = 1,
+    *,
+    vocab_size: int | None = None,
 ) -> dict[str, Source]:
     """Return the source of every parameter by its dotted path in `Decoder`.
 
@@ -92,9 +97,11 @@ def weight_sources(
       split: devices that the experts are split over.
       device: index of the device in `split`.
       contexts: number of devices that contexts are split over.
+      vocab_size: size of the vocabulary of the whole model; None for the size in `config`. Only the tables of experts
+        of DeepSeek-V4 depend on it.
     """
     if isinstance(config, DeepseekV4Config):
-        return v4_sources(config)
+        return v4_sources(config, split, device, vocab_size)
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({EMBEDDING: embedding}),
@@ -118,7 +125,7 @@ def mtp_sources(
     Arguments as for `weight_sources`.
     """
     if isinstance(config, DeepseekV4Config):
-        return v4_mtp_sources(config)
+        return v4_mtp_sources(config, split, device)
     width, sources = config.hidden_size, {}
     for k, i in enumerate(config.mtp_layers):
         name = f"model.layers.{i}"
@@ -436,7 +443,7 @@ def load_model(
     if dtype is None:
         dtype = jnp.float32 if config.dtype == "float32" else jnp.bfloat16
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    sources = _sources_on(mesh, functools.partial(weight_sources, part))
+    sources = _sources_on(mesh, functools.partial(weight_sources, part, vocab_size=config.vocab_size))
     return _assemble(make, sources, checkpoint.read, dtype, mesh, checkpoint_shapes(config))
 
 
@@ -470,7 +477,7 @@ def random_model(
     mesh, part = _split(config, mesh)
     shapes = checkpoint_shapes(config)
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
-    sources = _sources_on(mesh, functools.partial(weight_sources, part))
+    sources = _sources_on(mesh, functools.partial(weight_sources, part, vocab_size=config.vocab_size))
     return _assemble(make, sources, _random_reader(config, shapes, seed), dtype, mesh, shapes)
 
 
@@ -560,13 +567,14 @@ def random_tensor(
 
 def _assemble_mtp(model: Decoder, read: Read) -> MTP | V4MTP:
     part, mesh, dtype = require_mtp(model.part), model.mesh, model.embed_tokens[...].dtype
-    if isinstance(part, DeepseekV4Config):
-        count, of_modules = part.num_nextn_predict_layers, v4_mtp_sources(part)
-        modules = lambda: nnx.List([V4MTPModule(part, model.settings, dtype) for _ in range(count)])  # noqa: E731
-        return V4MTP(model, [*_assemble(modules, [of_modules], read, dtype)])
-    make = lambda: nnx.List([MTPModule(part, i, model.settings, dtype, mesh) for i in part.mtp_layers])  # noqa: E731
+    whole = _shapes(mtp_sources(require_mtp(model.config)))
     sources = _sources_on(mesh, functools.partial(mtp_sources, part))
-    return MTP(model, [*_assemble(make, sources, read, dtype, mesh, _shapes(mtp_sources(require_mtp(model.config))))])
+    if isinstance(part, DeepseekV4Config):
+        depths = range(part.num_nextn_predict_layers)
+        modules = lambda: nnx.List([V4MTPModule(part, model.settings, dtype, mesh) for _ in depths])  # noqa: E731
+        return V4MTP(model, [*_assemble(modules, sources, read, dtype, mesh, whole)])
+    make = lambda: nnx.List([MTPModule(part, i, model.settings, dtype, mesh) for i in part.mtp_layers])  # noqa: E731
+    return MTP(model, [*_assemble(make, sources, read, dtype, mesh, whole)])
 
 
 def _assemble[Module: nnx.Module](
@@ -649,5 +657,5 @@ def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """
     normal, part = _split(config, mesh)
     whole = checkpoint_shapes(config)
-    sources = _sources_on(normal, functools.partial(weight_sources, part))
+    sources = _sources_on(normal, functools.partial(weight_sources, part, vocab_size=config.vocab_size))
     return {name: _split_over(source, whole) for name, source in sources[0].items()}

@@ -8,6 +8,9 @@ sparse attention (CSA) also attends to the entries that an indexer selects, heav
 entries. There is one KV head; each row is key and value. Values contain rotated columns, so the output of
 attention is rotated back by the position of the query.
 
+On a mesh, each device has some of the query heads, with whole groups of the output projection. Keys, entries,
+compressors, indexers and residual streams are the same on all devices that heads are split over.
+
 Rotated columns are the last R columns, in interleaved pairs as in checkpoints (`rope.rotate_pairs`).
 """
 
@@ -20,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -39,6 +43,7 @@ from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder.caches import CompressedCache
 from pallas_attn.models.decoder.hyper_connections import HyperConnection, merge
 from pallas_attn.models.decoder.layers import Linear, WideRMSNorm, project, rms_scaled
+from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit
 from pallas_attn.models.decoder.rope import CosSin, rotate_pairs, scaled_frequencies
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
@@ -378,6 +383,9 @@ def _of[Cache](cache: Cache | None) -> Cache:
 class V4Layer(nnx.Module):
     """One layer; the module docstring has the formula.
 
+    On a mesh, the outputs of attention and of the experts are summed over the devices before they are added to the
+    streams.
+
     Attributes:
       cache_source: None: the layer uses its own caches.
       shares_choice: False: the layer does not use the selection of another layer.
@@ -386,14 +394,32 @@ class V4Layer(nnx.Module):
     cache_source: None = None
     shares_choice = False
 
-    def __init__(self, config: DeepseekV4Config, index: int, settings: AttentionSettings, dtype: DTypeLike):
-        """Make layer `index` of the model with zero weights."""
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        index: int,
+        settings: AttentionSettings,
+        dtype: DTypeLike,
+        mesh: Mesh | None = None,
+        vocab_size: int | None = None,
+    ):
+        """Make layer `index` of the model with zero weights, on a mesh one device's part of the layer.
+
+        Args:
+          config: configuration of the model; on a mesh, of one device's part.
+          index: index of the layer.
+          settings: attention settings.
+          dtype: dtype of the weights.
+          mesh: devices that the model is split over; None for one device.
+          vocab_size: size of the vocabulary of the whole model; None for the size in `config`.
+        """
         width, eps = config.hidden_size, config.rms_norm_eps
         self.hc_attn, self.hc_ffn = HyperConnection(config, settings), HyperConnection(config, settings)
         self.attn_norm = WideRMSNorm(width, eps, dtype)
         self.attn = CompressedAttention(config, index, settings, dtype)
         self.ffn_norm = WideRMSNorm(width, eps, dtype)
-        self.ffn = HashedMoE(config, index, dtype)
+        self.ffn = HashedMoE(config, index, dtype, ExpertSplit.over(mesh), vocab_size)
+        self.axes = () if mesh is None else COLUMNS
 
     def __call__(
         self,
@@ -407,6 +433,11 @@ class V4Layer(nnx.Module):
         """Apply the layer to all streams of the tokens. `apply_layers` describes arguments and results."""
         x, weights = self.hc_attn(streams)
         attended, cache = self.attn(self.attn_norm(x), inputs, cache, slots, step)
-        streams = merge(streams, attended, weights)
+        streams = merge(streams, self._added_up(attended), weights)
         x, weights = self.hc_ffn(streams)
-        return merge(streams, self.ffn(self.ffn_norm(x), inputs.tokens), weights), cache, choice
+        y = self._added_up(self.ffn(self.ffn_norm(x), inputs.tokens, slots >= 0))
+        return merge(streams, y, weights), cache, choice
+
+    def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the sum of x over the devices that split the layer."""
+        return jax.lax.psum(x, self.axes) if self.axes else x

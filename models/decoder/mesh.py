@@ -18,8 +18,8 @@ same as on one device. The axes:
 Weights:
 
 - The slice of a weight on a device follows from its shape in the smaller model (`slices_of_device`). If there are fewer
-  KV heads than devices, several devices have the same KV head. MLA's projections to latents, and routers, are the same
-  on all devices.
+  KV heads than devices, several devices have the same KV head. MLA's projections to latents, routers, indexers, and
+  compressors and hyper-connections of DeepSeek-V4 are the same on all devices.
 - The vocabulary is split if the number of devices divides its size, because reading all weights of the output head
   takes longer than gathering the logits of a step. Each device samples from the logits of all devices, so the samples
   are the same as on one device.
@@ -54,7 +54,7 @@ from pallas_attn.models.config import (
     LayerWindow,
     ModelConfig,
 )
-from pallas_attn.models.decoder.caches import allocate_heads, allocate_latents
+from pallas_attn.models.decoder.caches import allocate_compressed, allocate_heads, allocate_latents
 
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
@@ -232,16 +232,10 @@ def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Confi
     Raises:
       ValueError: the number of devices does not divide the heads (`pallas_attn.parallel.head_split`) or a hidden width,
         or the mesh splits experts of a model without experts.
-      NotImplementedError: the axis `context` is larger than 1, and the model has windows or sparse attention; or a
-        DeepSeek-V4 model.
+      NotImplementedError: the axis `context` is larger than 1, and the model has windows or sparse attention.
     """
     if mesh is None:
         return config
-    if isinstance(config, DeepseekV4Config):
-        raise NotImplementedError(
-            f"mesh: expected none, the residual streams, hashed experts and entries of a {config.model_type} cannot be"
-            " split over devices"
-        )
     devices, columns = num_devices(mesh, COLUMNS), num_devices(mesh, EXPERT_COLUMNS)
     vocab_size = config.vocab_size if config.vocab_size % devices else config.vocab_size // devices
     heads = split_heads(config, num_devices(mesh, HEADS))
@@ -258,6 +252,9 @@ def device_part[Config: ModelConfig](config: Config, mesh: Mesh | None) -> Confi
         if not all(is_dense):
             widths["moe_intermediate_size"] = columns
             shared = config.n_shared_experts * config.moe_intermediate_size
+    elif isinstance(config, DeepseekV4Config):
+        widths = {"moe_intermediate_size": columns, "o_groups": devices}
+        shared = config.moe_intermediate_size
     elif isinstance(config, Gemma4Config):
         widths = {"intermediate_size": devices} | ({} if all(is_dense) else {"moe_intermediate_size": columns})
         last = config.num_hidden_layers - 1  # is global
@@ -339,6 +336,11 @@ def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: in
         parallel.head_split(heads.q_heads, heads.kv_heads, contexts)
     except ValueError as error:
         raise ValueError(f"mesh: {CONTEXT}: {error}") from error
+    if isinstance(config, DeepseekV4Config):
+        raise NotImplementedError(
+            f"mesh: {CONTEXT}: expected 1, windows and selected entries of a {config.model_type} cannot be split by"
+            " tokens"
+        )
     if isinstance(config, DeepSeekConfig) and config.is_sparse:
         raise NotImplementedError(
             f"mesh: {CONTEXT}: expected 1, a {config.model_type} selects among keys of all devices"
@@ -456,8 +458,11 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec], contexts: i
       config, specs: one device's part of the model, and the shapes of its caches.
       contexts: size of the mesh axis `context`.
     """
-    if isinstance(config, DeepSeekConfig):
-        latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
+    if isinstance(config, DeepSeekConfig | DeepseekV4Config):
+        allocate: Callable[[CacheSpec], Any] = (
+            allocate_latents if isinstance(config, DeepSeekConfig) else allocate_compressed
+        )
+        latents = [jax.eval_shape(functools.partial(allocate, spec)) for spec in specs]
         return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
     caches = [jax.eval_shape(functools.partial(allocate_heads, spec)) for spec in specs]
     axes = [

@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         self.contexts = num_contexts(self.mesh)
         self.embed_tokens = nnx.Param(jnp.zeros((part.vocab_size, part.hidden_size), dtype))
         layers = range(part.num_hidden_layers)
-        self.layers = nnx.List([_layer(part, i, settings, dtype, self.mesh) for i in layers])
+        self.layers = nnx.List([_layer(part, i, settings, dtype, self.mesh, config.vocab_size) for i in layers])
         self.per_layer_inputs = _per_layer_inputs(config, part, dtype)
         is_v4 = isinstance(part, DeepseekV4Config)
         self.stream_head = StreamHead(part) if is_v4 else None
@@ -457,10 +457,12 @@ def _per_layer_inputs(config: ModelConfig, part: ModelConfig, dtype: DTypeLike) 
     return PerLayerInputs(part, dtype, config.vocab_size_per_layer_input) if has_embeddings else None
 
 
-def _layer(config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None) -> Any:
-    """Make a `V4Layer`, a `GemmaLayer` or a `DecoderLayer`. Arguments as in `DecoderLayer`."""
+def _layer(
+    config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None, vocab_size: int
+) -> Any:
+    """Make a `V4Layer`, a `GemmaLayer` or a `DecoderLayer`. Arguments as in `V4Layer`."""
     if isinstance(config, DeepseekV4Config):
-        return V4Layer(config, index, settings, dtype)
+        return V4Layer(config, index, settings, dtype, mesh, vocab_size)
     if isinstance(config, Gemma4Config):
         return GemmaLayer(config, index, settings, dtype, mesh)
     return DecoderLayer(config, index, settings, dtype, mesh)

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -25,20 +26,27 @@ from pallas_attn.models.decoder.deepseek_v4 import V4Layer, v4_inputs, v4_step
 from pallas_attn.models.decoder.hyper_connections import StreamHead
 from pallas_attn.models.decoder.layers import Linear, WideRMSNorm
 from pallas_attn.models.decoder.mesh import embed
-from pallas_attn.models.decoder.model import Decoder, layer_function, vocabulary_logits
+from pallas_attn.models.decoder.model import (
+    Decoder,
+    check_inside_shard_map,
+    layer_function,
+    vocabulary_logits,
+)
 from pallas_attn.models.decoder.mtp import check_mtp_inputs
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import StepMetadata
 
 
 class V4MTPModule(nnx.Module):
-    """Weights of one module. The embedding and the output head of the decoder are used."""
+    """Weights of one module, on a mesh one device's part. The embedding and the output head of the decoder are used."""
 
-    def __init__(self, config: DeepseekV4Config, settings: AttentionSettings, dtype: DTypeLike):
+    def __init__(
+        self, config: DeepseekV4Config, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None
+    ):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = WideRMSNorm(width, eps, dtype), WideRMSNorm(width, eps, dtype)
         self.e_proj, self.h_proj = Linear(width, width, dtype), Linear(width, width, dtype)
-        self.layer = V4Layer(config.of_module, 0, settings, dtype)
+        self.layer = V4Layer(config.of_module, 0, settings, dtype, mesh)
         self.stream_head = StreamHead(config)
         self.norm = WideRMSNorm(width, eps, dtype)
 
@@ -51,6 +59,8 @@ class V4MTPModule(nnx.Module):
 class V4MTP(nnx.Module):
     """Multi-token prediction modules of a DeepSeek-V4 model, in place of `MTP`.
 
+    On a mesh they are split like the model's layers.
+
     Attributes:
       config, part, settings, mesh, contexts: attributes of the model, see `Decoder`.
       hidden_width: columns of a hidden state, N · D.
@@ -59,9 +69,9 @@ class V4MTP(nnx.Module):
     """
 
     def __init__(self, model: Decoder, depths: Sequence[V4MTPModule]):
-        if not isinstance(model.config, DeepseekV4Config):
+        if not isinstance(model.config, DeepseekV4Config) or not isinstance(model.part, DeepseekV4Config):
             raise ValueError(f"model: expected a DeepSeek-V4 model, got a {model.config.model_type}")
-        self.config = self.part = model.config
+        self.config, self.part = model.config, model.part
         self.settings, self.mesh, self.contexts = model.settings, model.mesh, model.contexts
         self.hidden_width = model.hidden_width
         self.embed_tokens, self.lm_head = model.embed_tokens, model.lm_head
@@ -77,9 +87,11 @@ class V4MTP(nnx.Module):
     ) -> tuple[Float[Array, "T ND"], tuple[CompressedCache, ...]]:
         """Run one module on the packed tokens of a step: write its cache rows, and attend. Arguments, results and
         errors as in `MTP.__call__`."""
+        if self.mesh is not None:
+            check_inside_shard_map()
         check_mtp_inputs(next_tokens, hidden, caches, metadata, len(self.depths))
         metadata = dataclasses.replace(metadata, groups=(metadata.of_group(0),))  # the group of windows
-        index, config = depth % len(self.depths), self.config.of_module
+        index, config = depth % len(self.depths), self.part.of_module
         module, cache = self.depths[index], caches[index]
         streams = hidden.reshape(hidden.shape[0], self.config.hc_mult, -1)
         x = module.join(embed(next_tokens, self.embed_tokens, self.config.vocab_size), streams)
@@ -100,5 +112,5 @@ class V4MTP(nnx.Module):
     ) -> tuple[CompressedCache, ...]:
         """Allocate an empty cache for each module, with pages like the windows of the decoder. The default dtype is the
         model's."""
-        spec = cache_spec(self.config.of_module, num_pages, page_size, dtype or self.embed_tokens.dtype)
+        spec = cache_spec(self.part.of_module, num_pages, page_size, dtype or self.embed_tokens.dtype)
         return tuple(allocate_compressed(spec) for _ in self.depths)

@@ -127,18 +127,28 @@ class HashedMoE(nnx.Module):
     """Mixture of experts of DeepSeek-V4: routed experts, selected by scores or by the token id, and a shared expert
     that is applied to every token. Gate and up projections are clamped."""
 
-    def __init__(self, config: DeepseekV4Config, index: int, dtype: DTypeLike):
-        """Make layer `index` with zero weights."""
-        width, hidden, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.activation = LimitedSwiglu(config.swiglu_limit)
-        self.gate = HashRouter(config, config.is_hashed(index))
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        index: int,
+        dtype: DTypeLike,
+        split: ExpertSplit = ExpertSplit(),
+        vocab_size: int | None = None,
+    ):
+        """Make layer `index` with zero weights. `vocab_size` is the size of the vocabulary of the whole model; None for
+        the size in `config`. Other arguments as in `MoE`."""
+        width, hidden, count = config.hidden_size, config.moe_intermediate_size, split.num_own(config.n_routed_experts)
+        self.split, self.activation = split, LimitedSwiglu(config.swiglu_limit)
+        self.gate = HashRouter(config, config.is_hashed(index), vocab_size)
         self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
-        self.shared_experts = MLP(width, hidden, dtype, self.activation)
+        self.shared_experts = MLP(width, hidden // split.expert, dtype, self.activation)
 
-    def __call__(self, x: Float[Array, "T D"], tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """Apply the layer to tokens with these ids."""
+    def __call__(
+        self, x: Float[Array, "T D"], tokens: Int32[Array, "T"], is_live: Bool[Array, "T"] | None = None
+    ) -> Float[Array, "T D"]:
+        """Apply the layer to tokens with these ids. Other arguments and result as in `MoE`."""
         chosen, weights = self.gate(x, tokens)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...], activation=self.activation)
-        y = routed_experts(x, chosen, weights, experts)
+        y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         return y + jax.lax.optimization_barrier(self.shared_experts(x))

@@ -73,9 +73,17 @@ class HashRouter(nnx.Module):
     cases the weights of the selected experts are their scores without the bias, normalised to a sum of 1 and scaled.
     """
 
-    def __init__(self, config: DeepseekV4Config, is_hashed: bool):
+    def __init__(self, config: DeepseekV4Config, is_hashed: bool, vocab_size: int | None = None):
+        """Make a router with zero weights.
+
+        Args:
+          config: configuration of the model; on a mesh, of one device's part.
+          is_hashed: whether experts are selected by the token id.
+          vocab_size: size of the vocabulary of the whole model, because every device has the whole table; None for the
+            size in `config`.
+        """
         self.config = config
-        experts, table = config.n_routed_experts, (config.vocab_size, config.num_experts_per_tok)
+        experts, table = config.n_routed_experts, (vocab_size or config.vocab_size, config.num_experts_per_tok)
         self.weight = nnx.Param(jnp.zeros((config.hidden_size, experts), jnp.float32))
         self.bias = None if is_hashed else nnx.Param(jnp.zeros(experts, jnp.float32))
         self.experts_of_tokens = nnx.Param(jnp.zeros(table, jnp.int32)) if is_hashed else None

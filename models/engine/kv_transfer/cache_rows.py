@@ -82,7 +82,7 @@ class CacheRows:
         """
         split = self._split_of(group)
         if split is not None:
-            return split.read(caches, group.layers, group.head_wise, rows, rank)
+            return split.read(caches, group, rows, rank)
         return read_rows(caches, group, rows)
 
     def write(
@@ -102,7 +102,7 @@ class CacheRows:
         split = self._split_of(group)
         if split is None:
             return write_rows(caches, group, rows, contents)
-        return split.write(caches, group.layers, group.head_wise, rows, contents, rank)
+        return split.write(caches, group, rows, contents, rank)
 
     def write_layer(
         self,

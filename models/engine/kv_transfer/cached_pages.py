@@ -372,7 +372,7 @@ def read_rows(caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"]) -
     Returns:
       Contents of the rows, [n, ...], by "layer.array".
     """
-    arrays, head_wise = _of_group(caches, group), group.head_wise
+    arrays, head_wise = paged(caches, group), group.head_wise
     chunks = [_gather(arrays, chunk, head_wise) for chunk in in_chunks(rows, 0)]  # start all copies before reading one
     read = [jax.device_get(chunk) for chunk in chunks] or [
         {name: np.zeros((0, *a.shape[2 if head_wise else 1 :]), a.dtype) for name, a in arrays.items()}
@@ -389,7 +389,7 @@ def write_rows(
       caches, group, rows: see `read_rows`.
       contents: contents of the rows, in the format that `read_rows` returns.
     """
-    arrays = _of_group(caches, group)
+    arrays = paged(caches, group)
     for start, chunk in zip(range(0, len(rows), ROWS_PER_COPY), in_chunks(rows, np.iinfo(np.int32).max), strict=True):
         new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
         arrays = _scatter(arrays, chunk, new, group.head_wise)
@@ -522,14 +522,10 @@ def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
-def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
-    """Return the arrays of some layers that consist of page rows, by "layer.array"."""
-    return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
-
-
-def _of_group(caches: Caches, group: GroupSizes) -> dict[str, jax.Array]:
+def paged(caches: Caches, group: GroupSizes) -> dict[str, jax.Array]:
     """Return the arrays of a cache group that consist of page rows, by "layer.array"."""
-    return {n: a for n, a in paged(caches, group.layers).items() if group.has_array(n.partition(".")[2])}
+    of_layers = {layer: _paged_arrays(caches[layer]) for layer in group.layers}
+    return {f"{i}.{name}": a for i, arrays in of_layers.items() for name, a in arrays.items() if group.has_array(name)}
 
 
 def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.Array]) -> Caches:

@@ -29,6 +29,7 @@ from pallas_attn import parallel
 from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
 from pallas_attn.models.decoder import Caches, over_mesh, specs_of
 from pallas_attn.models.decoder.mesh import AXES, COLUMNS, CONTEXT, DATA, HEADS, num_devices, splits_heads
+from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import (
     ROWS_PER_COPY,
     gather_rows,
@@ -76,11 +77,9 @@ class SplitRows:
             return (shape[0] * len(self._owners), *shape[1:])
         return (len(self._owners), *shape) if len(self._owners) > 1 else tuple(shape)
 
-    def read(
-        self, caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"], rank: int
-    ) -> dict[str, np.ndarray]:
+    def read(self, caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int) -> dict[str, np.ndarray]:
         """Copy page rows of a data rank to the host. Arguments and result are as in `cached_pages.read_rows`."""
-        arrays = paged(caches, layers)
+        arrays, head_wise = paged(caches, group), group.head_wise
         chunks = in_chunks(rows, 0) or [np.zeros(ROWS_PER_COPY, np.int32)]
         gather = self._over_devices(gather_rows, arrays, head_wise)
         gathered = [gather(arrays, chunk) for chunk in chunks]  # start all copies before reading one
@@ -90,14 +89,13 @@ class SplitRows:
     def write(
         self,
         caches: Caches,
-        layers: Sequence[int],
-        head_wise: bool,
+        group: GroupSizes,
         rows: Int32[np.ndarray, "n"],
         contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
         """Write page rows of a data rank in place. Arguments and result are as in `cached_pages.write_rows`."""
-        arrays, none = paged(caches, layers), np.iinfo(np.int32).max
+        arrays, head_wise, none = paged(caches, group), group.head_wise, np.iinfo(np.int32).max
         scatter = self._over_devices(scatter_rows, arrays, head_wise)
         for number, chunk in enumerate(in_chunks(rows, none)):
             start = number * ROWS_PER_COPY
@@ -106,7 +104,7 @@ class SplitRows:
             new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
             cut = {name: self._cut(array, head_wise, rank) for name, array in new.items()}
             arrays = scatter(arrays, of_ranks.reshape(-1), cut)
-        return with_paged(caches, layers, arrays)
+        return with_paged(caches, group.layers, arrays)
 
     def _over_devices(
         self, function: Callable[..., Any], arrays: Mapping[str, jax.Array], head_wise: bool

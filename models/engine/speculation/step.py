@@ -401,7 +401,9 @@ def sample(
     of_prefill = chosen[num_decode:]
     hidden = None
     if proposer.needs_hidden:
-        hidden = jnp.concatenate([x for x in (outputs.decode_hidden, outputs.prompt_hidden) if x is not None])
+        # On a mesh, XLA for CPUs crashes if an empty argument is concatenated.
+        parts = [x for x in (outputs.decode_hidden, outputs.prompt_hidden) if x is not None and x.shape[0]]
+        hidden = jnp.concatenate(parts)
     observed = _observe(inputs.step, inputs.metadata, inputs.tokens, verified, of_prefill, hidden, rows)
     memory = proposer.observe(weights, state.proposer, observed)
     caches = observed.moved(caches)
