@@ -238,7 +238,11 @@ class DeepseekV4Config:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """Cache groups: the windows of all layers, the entries of layers with a compressor, the compressor rows of CSA
         layers, and the compressor rows of HCA layers. Groups without layers are left out. Pages of all groups have the
-        same number of tokens. The names of caches are the fields of `CompressedCache`."""
+        same number of tokens. The names of caches are the fields of `CompressedCache`.
+
+        An unfinished block is in the page of the next token, because a page has whole blocks. Compressor rows of HCA
+        layers therefore have a window of 1 token: the page of the next token. CSA layers also need the block before.
+        """
         layers = range(self.num_hidden_layers)
         compressed = tuple(layer for layer in layers if self.rate(layer))
         groups = [
@@ -247,22 +251,23 @@ class DeepseekV4Config:
         ]
         for kind in (CSA_KIND, HCA_KIND):
             members = tuple(layer for layer in compressed if self.layer_types[layer] == kind)
-            window = self.state_window(members[0]) if members else 0
+            window = 1 + self.state_window(members[0]) - self.rate(members[0]) if members else 0
             groups.append(CacheGroup(window, members, ("state", "index_state")))
         return tuple(group for group in groups if group.layers)
 
-    def page_bytes(self, number: int) -> int:
-        """Return the memory of one page of `page_unit` tokens in all layers of the cache group with this index, with
+    def page_bytes(self, number: int, page_size: int) -> int:
+        """Return the memory of one page of `page_size` tokens in all layers of the cache group with this index, with
         16-bit caches."""
-        unit, group = self.page_unit, self.cache_groups[number]
+        group = self.cache_groups[number]
 
         def of_layer(layer: int) -> int:
             if number == 0:
-                return 2 * unit * self.head_dim
+                return 2 * page_size * self.head_dim
             columns = self.head_dim + (self.index_head_dim if self.has_indexer(layer) else 0)
             if group.window is None:
-                return 2 * unit // self.rate(layer) * columns
-            return 4 * unit * self.state_columns(layer) // self.head_dim * columns  # float32
+                return 2 * page_size // self.rate(layer) * columns
+            rows = self.state_rows(layer, page_size)
+            return 4 * rows * self.state_columns(layer) // self.head_dim * columns  # float32
 
         return sum(map(of_layer, group.layers))
 
@@ -312,6 +317,22 @@ class DeepseekV4Config:
         """Return the number of newest tokens whose compressor rows an entry pools; 0 without a compressor. Entries of
         CSA layers also pool the block before their own."""
         return self.rate(layer) * (2 if self.has_indexer(layer) else 1)
+
+    def state_rows(self, layer: int, page_size: int) -> int:
+        """Return the number of compressor rows in a page of `page_size` tokens of a layer with a compressor.
+
+        A page has the rows of its newest tokens: position p has row p % (number of rows) of its page. The number is
+        twice the window. A step with at most `most_queries` tokens of a sequence then overwrites no row that the step
+        reads, or that is needed if its drafts are rejected. Pages of another size have one row per token.
+        """
+        rows = 2 * self.state_window(layer)
+        return page_size if page_size % rows else rows
+
+    def most_queries(self, page_size: int) -> int | None:
+        """Return the maximum number of tokens per decode row, with drafts; None for no limit."""
+        compressed = [layer for layer in range(self.num_hidden_layers) if self.rate(layer)]
+        shorter = [layer for layer in compressed if self.state_rows(layer, page_size) < page_size]
+        return min((self.state_window(layer) + 1 for layer in shorter), default=None)
 
     def state_columns(self, layer: int) -> int:
         """Return the width of a compressor row of a layer: contents and gates of one or, in CSA layers, two halves."""

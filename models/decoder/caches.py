@@ -45,9 +45,9 @@ class CompressedCache:
     Attributes:
       window: keys, which are also the values, of the tokens in the window [N, ps, D].
       entries: entries [N, ps / rate, D].
-      state: compressor rows of the newest tokens, float32 [N, ps, columns].
+      state: compressor rows of the newest tokens of each page, float32 [N, rows, columns].
       index: index keys of the entries [N, ps / rate, Di].
-      index_state: rows of the indexer's compressor, float32 [N, ps, columns].
+      index_state: rows of the indexer's compressor, float32 [N, rows, columns].
     """
 
     window: PagedLatent
@@ -234,13 +234,13 @@ def _compressed_spec(
                 f" {config.model_type}, got {page_size}"
             )
         specs["entries"] = keys(counts[1], page_size // rate)
-        specs["state"] = rows(counts[2], page_size, columns, jnp.float32)
+        specs["state"] = rows(counts[2], config.state_rows(layer, page_size), columns, jnp.float32)
     if config.has_indexer(layer):
         index_columns = columns // config.head_dim * config.index_head_dim
         specs["index"] = index_cache_spec(
             num_pages=counts[1], page_size=page_size // rate, index_dim=config.index_head_dim, dtype=dtype
         )
-        specs["index_state"] = rows(counts[2], page_size, index_columns, jnp.float32)
+        specs["index_state"] = rows(counts[2], config.state_rows(layer, page_size), index_columns, jnp.float32)
     arrays = {f"{name}.{field}": array for name, spec in specs.items() for field, array in spec.arrays.items()}
     return CacheSpec(counts[0], page_size, arrays)
 

@@ -94,6 +94,27 @@ def _angles(positions: Int32[Array, "T"], frequencies: Float32[np.ndarray, "half
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class StateRows:
+    """Places of the compressor rows of a step's tokens, for all layers of a kind.
+
+    A page of `DeepseekV4Config.state_rows` rows consists of pages of `page_size` rows for `compress_and_write`.
+
+    Attributes:
+      tables: block tables [S, P] of the smaller pages. If `slots` is given, only the pages up to the page of the first
+        new token are present.
+      slots: int32 [T], slots of the rows that are written after `compress_and_write`, which are the newest rows of each
+        page; -1 for other rows. None if `compress_and_write` writes all rows.
+      page_size: rows per smaller page.
+    """
+
+    tables: Int32[Array, "S P"]
+    slots: Int32[Array, "T"] | None
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class V4Step:
     """Metadata of a step in the format of packed sequences. Each sequence has consecutive tokens of the step. Idle rows
     and padding are sequences of length 0.
@@ -105,6 +126,7 @@ class V4Step:
       window: int32 [T, W], slots of the keys in the window of each token; -1 for no key.
       entries: int32 [T, K], slots of all entries that each token sees in HCA layers; -1 for no entry. None without HCA
         layers.
+      states: places of compressor rows, by the index of the cache group.
     """
 
     tables: tuple[Int32[Array, "S P"], ...]
@@ -112,16 +134,18 @@ class V4Step:
     kv_lens: Int32[Array, "S"]
     window: Int32[Array, "T W"]
     entries: Int32[Array, "T K"] | None
+    states: dict[int, StateRows]
 
 
 def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) -> V4Step:
     """Return the metadata of a step that all layers share.
 
     Raises:
-      NotImplementedError: the drafts form trees.
+      NotImplementedError: the drafts form trees, or decode rows have more tokens than `most_queries`.
     """
     if metadata.decode_draft_mask is not None:
         raise NotImplementedError(f"draft_mask: a {config.model_type} pools the tokens of a row in order; got a tree")
+    check_queries(config, metadata.decode_queries, page_size)
     cu_q_lens, kv_lens = _packed_lens(metadata)
     repeats = 1 if metadata.decode_q_lens is None else 2
     groups = range(len(config.cache_groups))
@@ -132,7 +156,65 @@ def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) ->
     if config.has_hca:
         rate = config.hca_rate
         entries = entry_slots(tables[1], **lengths, ratio=rate, page_size=page_size // rate)
-    return V4Step(tables, cu_q_lens, kv_lens, window, entries)
+    states = {}
+    for number, group in enumerate(config.cache_groups):
+        if "state" in group.caches:
+            has_chunks = metadata.num_decode < metadata.num_tokens
+            starts = jnp.maximum(kv_lens - jnp.diff(cu_q_lens), 0) if has_chunks else None
+            places = tables[number], metadata.of_group(number).slots, page_size, starts
+            states[number] = _state_rows(config, group.layers[0], *places)
+    return V4Step(tables, cu_q_lens, kv_lens, window, entries, states)
+
+
+def check_queries(config: DeepseekV4Config, queries: int, page_size: int) -> None:
+    """Raise NotImplementedError if decode rows of `queries` tokens, with drafts, overwrite rows that are needed."""
+    most = config.most_queries(page_size)
+    if most is not None and queries > most:
+        raise NotImplementedError(
+            f"speculate: expected at most {most - 1} drafts, because a page of a {config.model_type} has the compressor"
+            f" rows of its newest tokens only; got {queries - 1}"
+        )
+
+
+def _state_rows(
+    config: DeepseekV4Config,
+    layer: int,
+    tables: Int32[Array, "S P"],
+    slots: Int32[Array, "T"],
+    page_size: int,
+    starts: Int32[Array, "S"] | None,
+) -> StateRows:
+    """Return the places of compressor rows of the layers of a kind.
+
+    `compress_and_write` reads rows of earlier steps while it writes rows of new tokens. A decode row has few tokens,
+    whose rows have other places than the rows that are read. A chunk of a prompt may have more tokens than a page has
+    rows. Therefore `compress_and_write` gets only the pages up to the page of the first new token, and the newest rows
+    of each page are written afterwards. The tokens of earlier rows of the chunk are pooled from the chunk itself.
+
+    Args:
+      config: configuration of the model.
+      layer: any layer of the kind.
+      tables: block tables of the cache group, in pages of `page_size` tokens.
+      slots: slot of each token in pages of `page_size` tokens; -1 for padding.
+      page_size: tokens per page.
+      starts: position of the first new token of each sequence; None for a step without chunks of prompts.
+    """
+    rows, window = config.state_rows(layer, page_size), config.state_window(layer)
+    if rows == page_size:
+        return StateRows(tables, None, page_size)
+    pages = jnp.repeat(tables, page_size // window, axis=1)
+    number = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+    parts = rows // window
+    smaller = jnp.where(pages >= 0, pages * parts + number % parts, PAGE_NONE)
+    if starts is None:
+        return StateRows(smaller, None, window)
+    # The slots of a sequence are consecutive within a page: token t is not among the newest `window` tokens of its
+    # sequence and page if token t + window has the slot `window` later, in the same page.
+    later = jnp.pad(slots[window:], (0, min(window, slots.shape[0])), constant_values=PAGE_NONE)
+    ends_page = slots % page_size >= page_size - window
+    is_newest = (slots >= 0) & (ends_page | (later != slots + window))
+    written = jnp.where(is_newest, slots // page_size * rows + slots % rows, PAGE_NONE)
+    return StateRows(jnp.where(number <= (starts // window)[:, None], smaller, PAGE_NONE), written, window)
 
 
 def _packed_lens(metadata: StepMetadata) -> tuple[Int32[Array, "S_plus_1"], Int32[Array, "S"]]:
@@ -178,39 +260,44 @@ class Compressor(nnx.Module):
         inputs: V4Inputs,
         state: PagedLatent,
         entries: Entries,
-        tables: tuple[Int32[Array, "S P"], Int32[Array, "S P"]],
+        tables: Int32[Array, "S P"],
+        places: StateRows,
         step: V4Step,
         settings: AttentionSettings,
     ) -> tuple[PagedLatent, Entries]:
-        """Write the rows of the tokens to `state`, and the entries of completed blocks to `entries`.
+        """Write rows of the tokens to `state`, and the entries of completed blocks to `entries`.
 
         Args:
           x: normed hidden states.
           inputs: rotation angles of the tokens.
           state, entries: caches of the compressor.
-          tables: block tables of the entries and of the state.
+          tables: block tables of the entries.
+          places: places of the rows in `state`.
           step: metadata of the step.
           settings: attention settings.
         """
         rows = project(x, self.kv_gate_proj.weight[...], jnp.float32)
         bias = self.gate_bias[...][inputs.positions % self.rate]
         rows = jnp.concatenate([rows[:, : self.columns], rows[:, self.columns :] + bias], axis=1)
-        of_entries, of_state = tables
+        smaller = PagedLatent(state.pages.reshape(-1, places.page_size, rows.shape[1]))
         written: typing.Any = compress_and_write(
-            state,
+            smaller,
             entries,
             rows,
             self.norm[...],
             *inputs.of_blocks[self.rate],
-            of_state,
-            of_entries,
+            places.tables,
+            tables,
             step.cu_q_lens,
             step.kv_lens,
             ratio=self.rate,
             norm_eps=self.eps,
             implementation=settings.implementation,
         )
-        return written
+        smaller, entries = written
+        if places.slots is not None:
+            smaller = write_latent(smaller, rows, places.slots, implementation=settings.implementation)
+        return PagedLatent(smaller.pages.reshape(state.pages.shape)), entries
 
 
 class EntryIndexer(nnx.Module):
@@ -354,16 +441,16 @@ class CompressedAttention(nnx.Module):
         to; None without a compressor."""
         if self.compressor is None:
             return cache, None
-        _, *groups = self.groups
-        tables = (step.tables[groups[0]], step.tables[groups[1]])
-        shared = (tables, step, self.settings)
+        _, of_entries, of_rows = self.groups
+        tables = step.tables[of_entries]
+        shared = (tables, step.states[of_rows], step, self.settings)
         state, entries = self.compressor(x, inputs, _of(cache.state), _of(cache.entries), *shared)
         cache = dataclasses.replace(cache, state=state, entries=entries)
         if self.indexer is None:
             return cache, step.entries
         state, index = self.indexer.compressor(x, inputs, _of(cache.index_state), _of(cache.index), *shared)
         cache = dataclasses.replace(cache, index_state=state, index=index)
-        return cache, self.indexer(x, residual, inputs, index, tables[0], step, self.settings)
+        return cache, self.indexer(x, residual, inputs, index, tables, step, self.settings)
 
     def _project(self, out: Float[Array, "T Hq D"]) -> Float[Array, "T hidden"]:
         """Return the output projection: each group of heads by its own matrix, then all together."""

@@ -1,9 +1,9 @@
 """Division of the cache memory between the cache groups of a model.
 
 A cache group is a set of layers with equal attention windows, which share a page pool. A layer of DeepSeek-V4 is in
-several groups. A sequence needs fewer pages in
-a group with windows, because pages before the windows are recycled: released while the sequence runs. If layers have
-keys of different widths, a page of a layer with wider keys takes more memory.
+several groups. A sequence needs fewer pages in a group with windows, because pages before the windows are recycled:
+released while the sequence runs. If layers have keys of different widths, a page of a layer with wider keys takes more
+memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def group_sizes(
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
-    weights = _page_weights(config, groups)
+    weights = _page_weights(config, groups, page_size)
     total = num_pages * sum(weights)
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
@@ -162,11 +162,11 @@ def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: 
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
-def _page_weights(config: ModelConfig, groups: Sequence[CacheGroup]) -> list[int]:
+def _page_weights(config: ModelConfig, groups: Sequence[CacheGroup], page_size: int) -> list[int]:
     """Return for each group the memory of one page in all of its layers, in units that all groups share: layers, or
     numbers of values per token if layers have different numbers; for DeepSeek-V4, bytes."""
     if isinstance(config, DeepseekV4Config):
-        return [*map(config.page_bytes, range(len(groups)))]
+        return [config.page_bytes(number, page_size) for number in range(len(groups))]
     if isinstance(config, DeepSeekConfig):
         return [len(group.layers) for group in groups]
     heads = [config.kv_heads(group.layers[0]) for group in groups]

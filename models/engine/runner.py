@@ -23,6 +23,7 @@ from jaxtyping import Array, Int32
 
 from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder import Caches, Decoder, over_mesh, with_settings
+from pallas_attn.models.decoder.deepseek_v4 import check_queries
 from pallas_attn.models.decoder.mesh import DATA, cache_partition
 from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
@@ -77,6 +78,8 @@ class Runner:
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
+            if isinstance(model.config, DeepseekV4Config):
+                check_queries(model.config, 1 + config.draft_buckets[-1], config.page_size)
             if config.speculate.proposer.makes_trees:
                 check_trees(model.config, model.settings, model.contexts)
         self._long = self._long_steps(model)

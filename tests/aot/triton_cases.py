@@ -66,7 +66,7 @@ def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> P
     if name == "fp8-alone":
         pages: Any = shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn)
         return PagedLatent(pages)
-    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.float8_e4m3fn}[name]
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "fp8": jnp.float8_e4m3fn}[name]
     sizes = {"num_pages": 1024, "page_size": page_size, "latent_dim": latent_dim, "rope_dim": rope_dim}
     return allocated(PagedLatent, latent_cache_spec(**sizes, dtype=dtype))
 
@@ -76,7 +76,7 @@ def write_latents(name: str, latent_dim: int, rope_dim: int) -> TritonCase:
         functools.partial(pallas_attn.write_latent, implementation="triton"),
         {
             "cache": latents(name, latent_dim, rope_dim),
-            "latent": shape(64, latent_dim + rope_dim, dtype=jnp.bfloat16),
+            "latent": shape(64, latent_dim + rope_dim, dtype=jnp.float32 if name == "f32" else jnp.bfloat16),
             "slots": shape(64, dtype=jnp.int32),
         },
         tensor_cores=False,
@@ -103,7 +103,10 @@ LATENTS = {
     for op, case in (("write", write_latents), ("gather", gather_latents))
     for name in ("bf16", "fp8")
     for latent_dim, rope_dim in ((512, 64), (128, 32))
-} | {"gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0)}
+} | {
+    "gather-latent-bf16-old": gather_latents("bf16", 512, 64, num_new=0),
+    "write-latent-f32-2048-0": write_latents("f32", 2048, 0),  # compressor rows of DeepSeek-V4
+}
 
 
 def mla_decode(

@@ -587,8 +587,8 @@ def test_cache_groups():
     assert [(group.window, group.layers) for group in groups] == [
         (24, (0, 1, 2, 3)),
         (None, (1, 2, 3)),
-        (8, (1, 3)),
-        (16, (2,)),
+        (5, (1, 3)),
+        (1, (2,)),
     ]
     assert [TINY.groups_of(layer) for layer in range(4)] == [(0,), (0, 1, 2), (0, 1, 3), (0, 1, 2)]
     sliding = dataclasses.replace(TINY, layer_types=("sliding_attention",) * 4)
@@ -598,7 +598,7 @@ def test_cache_groups():
 def test_memory_is_divided_by_bytes_of_pages():
     common: dict[str, Any] = {"page_size": 16, "max_model_len": 512, "max_num_seqs": 3, "step_tokens": 16}
     groups = group_sizes(TINY, num_pages=60, recycling=True, **common)
-    of_pages = [TINY.page_bytes(number) for number in range(4)]
+    of_pages = [TINY.page_bytes(number, 16) for number in range(4)]
     assert of_pages == [4 * 2 * 16 * 128, 2 * 2 * 4 * 192 + 2 * 128, 2 * 4 * 16 * 4 * 192, 4 * 16 * 2 * 128]
     used = sum(size * group.num_pages for size, group in zip(of_pages, groups, strict=True))
     assert 0.95 * 60 * sum(of_pages) < used <= 60 * sum(of_pages)
