@@ -356,14 +356,9 @@ class CompressedAttention(nnx.Module):
 
         Raises:
           ValueError: `settings.mla` is not "auto".
-          NotImplementedError: `settings.batch_invariant` is set.
         """
         if settings.mla != "auto":
             raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
-        if settings.batch_invariant:
-            raise NotImplementedError(
-                f"batch_invariant: the entries of a {config.model_type} are computed from several tokens at a time"
-            )
         self.config, self.settings, self.groups = config, settings, config.groups_of(index)
         heads, width = config.num_attention_heads, config.head_dim
         rate, eps = config.rate(index), config.rms_norm_eps

@@ -73,11 +73,11 @@ def explain_attention(
     Raises:
       ValueError: unknown implementation, or a dtype or size that the operations do not support.
     """
+    if isinstance(config, DeepseekV4Config):
+        return _explain_compressed(config, settings, sizes, jnp.dtype(dtype))
     if settings.batch_invariant:  # every token is a decode row
         rows = sizes.decode_tokens + sizes.prefill_tokens
         sizes = dataclasses.replace(sizes, decode_rows=rows, decode_queries=1, prefill_tokens=0)
-    if isinstance(config, DeepseekV4Config):
-        return _explain_compressed(config, settings, sizes, jnp.dtype(dtype))
     if not isinstance(config, DeepSeekConfig):
         return _explain_gqa(config, settings, sizes, jnp.dtype(dtype))
     shapes = _LatentShapes(config, settings, sizes, dtype)

@@ -225,8 +225,12 @@ class Decoder(nnx.Module):
         The logits are computed from these hidden states. Multi-token prediction (`mtp`) uses them as its input.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
-        hidden = self.norm(x) if self.stream_head is None else x.reshape(x.shape[0], -1)
+        hidden = self.hidden_states(x)
         return self.hidden_logits(hidden[metadata.logit_rows]), caches, hidden
+
+    def hidden_states(self, x: Float[Array, "T *streams D"]) -> Float[Array, "T width"]:
+        """Return hidden states as in `with_hidden`, given the output of the last layer."""
+        return self.norm(x) if self.stream_head is None else x.reshape(x.shape[0], -1)
 
     @property
     def hidden_width(self) -> int:
@@ -325,7 +329,8 @@ class Decoder(nnx.Module):
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
         metadata.check()
-        metadata = rows_to_attend(metadata, self.settings, self.contexts)
+        if not isinstance(self.config, DeepseekV4Config):  # attends to the slots of each token, in any row
+            metadata = rows_to_attend(metadata, self.settings, self.contexts)
         x = self.embed(tokens)
         if isinstance(self.config, Gemma4Config):
             ple = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, x)

@@ -118,10 +118,8 @@ class Runner:
         """Return how long steps are split into several programs; None if they are single programs."""
         config = self._config
         # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
-        # layers' inputs would need shardings; batch-invariant steps must all be the same program; and the caches of a
-        # layer of DeepSeek-V4 belong to several cache groups.
+        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
-        is_whole = is_whole or isinstance(model.config, DeepseekV4Config)
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         return None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
 
@@ -298,7 +296,16 @@ class Runner:
         return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
     def cut_steps(self, num_programs: int) -> None:
-        """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""
+        """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer.
+
+        Raises:
+          NotImplementedError: the model is a DeepSeek-V4.
+        """
+        if isinstance(self._model.config, DeepseekV4Config):
+            raise NotImplementedError(
+                f"model: pages of a {self._model.config.model_type} are not copied layer by layer, because the caches"
+                " of a layer belong to several cache groups"
+            )
         if self._layered is None or self._layered.num_programs != num_programs:
             has_programs = self._long is not None and self._long.num_programs == num_programs
             self._layered = self._long if has_programs else LayeredStep(self._model, self._config, num_programs)

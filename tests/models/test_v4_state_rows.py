@@ -25,7 +25,7 @@ from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, NGramPr
 from pallas_attn.models.engine.group_sizes import group_sizes
 from tests.models.golden_case import GREEDY, expect_golden, golden, loaded, run_twice
 from tests.models.step_case import Pages
-from tests.models.test_deepseek_v4 import MAX_LEN, Stepper, run_of
+from tests.models.test_deepseek_v4 import MAX_LEN, Stepper, config_of, run_of
 from tests.models.test_parity import Patch, assert_parity
 
 PAGE_SIZE = 64
@@ -65,7 +65,8 @@ class Steps:
                 v4_inputs(CONFIG, metadata.positions, metadata.positions),
             )
             tables, places = shared.tables[of_entries], shared.states[of_rows]
-            return nnx.merge(graph, weights)(x, inputs, *caches, tables, places, shared, AttentionSettings())
+            compressor: Any = nnx.merge(graph, weights)
+            return compressor(x, inputs, *caches, tables, places, shared, AttentionSettings())
 
         self._step = jax.jit(step)
 
@@ -155,7 +156,7 @@ def test_entries(layer: int):
 
 
 def all_rows_in_one_call(patch: Patch) -> None:
-    right = deepseek_v4._state_rows
+    right: Any = deepseek_v4._state_rows
     patch.setattr(deepseek_v4, "_state_rows", lambda *args: right(*args[:-1], None))
 
 
@@ -244,7 +245,7 @@ def test_more_drafts_than_rows_raise():
     drafts = Speculation(NGramProposer(), 9, adaptive=False)
     with pytest.raises(NotImplementedError, match="speculate: expected at most 8 drafts, .* got 9"):
         Engine(loaded("v4"), dataclasses.replace(SIZES, max_model_len=MAX_LEN, speculate=drafts))
-    assert loaded("v4").config.most_queries(16) is None
+    assert config_of("v4").most_queries(16) is None
 
 
 PRO = dataclasses.replace(

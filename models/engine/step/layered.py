@@ -32,7 +32,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
 from pallas_attn.models.decoder.gemma import GemmaInputs
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
@@ -66,16 +65,7 @@ class LayeredStep:
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
-        """Choose the layer ranges; nothing is compiled.
-
-        Raises:
-          NotImplementedError: the model is a DeepSeek-V4.
-        """
-        if isinstance(model.config, DeepseekV4Config):
-            raise NotImplementedError(
-                f"model: the steps of a {model.config.model_type} are not supported as several programs, because the"
-                " caches of a layer belong to several cache groups"
-            )
+        """Choose the layer ranges; nothing is compiled."""
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
@@ -187,7 +177,7 @@ class LayeredStep:
         model, rows = self._rebuild(weights), step.row_parameters().pack()
         if bucket.skips_layers:
             return make_outputs(bucket, rows, model.logits(model.norm(x)), sampling, None)
-        logits, hidden = model.finish(x, logit_rows), model.norm(x[bucket.decode_rows :])
+        logits, hidden = model.finish(x, logit_rows), model.hidden_states(x[bucket.decode_rows :])
         return make_outputs(bucket, rows, logits, sampling, hidden)
 
 
@@ -317,12 +307,12 @@ def apply_layer_range(
     kinds: Sequence[LayerKind],
     weights: Sequence[Sequence[Array]],
     caches: Caches,
-    x: Float[Array, "T D"],
+    x: Float[Array, "T *streams D"],
     choice: Any,
     inputs: Any,
     groups: Sequence[Any],
     sources: Mapping[int, Any],
-) -> tuple[Caches, Float[Array, "T D"], Any]:
+) -> tuple[Caches, Float[Array, "T *streams D"], Any]:
     """Apply consecutive layers.
 
     Args:
