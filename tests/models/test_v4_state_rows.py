@@ -23,6 +23,7 @@ from pallas_attn.models.decoder.deepseek_v4 import Compressor, v4_inputs, v4_ste
 from pallas_attn.models.decoder.rope import rotate_pairs
 from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, NGramProposer, Speculation
 from pallas_attn.models.engine.group_sizes import group_sizes
+from tests.kit.slow_cases import slow_cases
 from tests.models.golden_case import GREEDY, expect_golden, golden, loaded, run_twice
 from tests.models.step_case import Pages
 from tests.models.test_deepseek_v4 import MAX_LEN, Stepper, config_of, run_of
@@ -125,6 +126,7 @@ class Steps:
         return np.asarray(rotate_pairs(jnp.asarray(pooled * np.asarray(compressor.norm[...])), *angles))
 
 
+@slow_cases("HCA")
 @pytest.mark.parametrize("layer", [1, 2], ids=["CSA", "HCA"])
 def test_entries(layer: int):
     """Two sequences run in random chunks and decode rows with wrong drafts. Later sequences share or reuse pages."""
@@ -201,18 +203,30 @@ SIZES = EngineConfig(num_pages=24, page_size=32, max_batched_tokens=45, max_num_
 """A page of CSA layers has 16 rows. Chunks of up to 45 tokens end anywhere in blocks and pages."""
 
 
+DRAFTS = Speculation(NGramProposer(shortest=1), 3, adaptive=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [False, True], ids=["", "few pages"])
-def test_engine_tokens(few: bool):
-    """Tokens equal transformers with chunks, prefix hits, drafts that are rejected, and preemption."""
-    drafts = Speculation(NGramProposer(shortest=1), 3, adaptive=False)
-    few_pages: dict[str, Any] = {"num_pages": 6, "recycling": False} if few else {}
-    sizes = dataclasses.replace(SIZES, speculate=drafts, **few_pages)
-    engine, outputs = run(loaded("v4"), sizes, golden("v4").prompts)
+def test_engine_tokens():
+    """Tokens equal transformers with chunks, prefix hits, and drafts that are rejected."""
+    _, outputs = run(loaded("v4"), dataclasses.replace(SIZES, speculate=DRAFTS), golden("v4").prompts)
     expect_golden("v4", outputs)
-    assert (engine.stats().preemptions > 0) == few
     assert sum(output.cached_tokens for output in outputs) > 0
     assert sum(sum(output.drafted) for output in outputs) > sum(sum(output.accepted) for output in outputs)
+
+
+@pytest.mark.slow
+def test_preemption():
+    """Two requests need seven pages in the end, and there are five."""
+    sizes = dataclasses.replace(
+        SIZES, num_pages=5, recycling=False, max_num_seqs=2, max_model_len=MAX_LEN, speculate=DRAFTS,
+        decode_buckets=(2,), prefill_buckets=(45,),
+    )  # fmt: skip
+    engine, expected = Engine(loaded("v4"), sizes), golden("v4")
+    outputs = engine.generate([expected.prompts[2], expected.prompts[1]], dataclasses.replace(GREEDY, max_tokens=60))
+    for output, i in zip(outputs, (2, 1), strict=True):
+        np.testing.assert_array_equal(output.output_ids[:24], expected["tokens"][i])
+    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.slow
