@@ -5,6 +5,7 @@ typical call of each operation on this device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, explain
+from pallas_attn.jax_patches.kernel_shapes import without_bodies
 from pallas_attn.runtime import device, dispatch
 from pallas_attn.runtime.explain import CANDIDATES_OF
 
@@ -27,6 +29,10 @@ DESCRIPTION = (
     "Print the device, versions of packages, and for each operation the implementation that would run a typical"
     " bfloat16 call on this device. A number in brackets refers to the reason, below the table, why an implementation"
     " does not run."
+)
+LOWER_HELP = (
+    "also trace and lower the kernels, as the first call of an operation does; this takes about 10 seconds longer on a"
+    " GPU, and finds kernels that the installed version of jax or triton cannot lower"
 )
 VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TRITON_INTERPRET_VARIABLE)
 
@@ -131,23 +137,29 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def lines() -> Iterator[str]:
+def lines(*, lower: bool = False) -> Iterator[str]:
     """Yield the lines of the report, separated by empty lines: facts about the device, a table with a row per
     operation, and the reasons why implementations with a higher preference do not run.
 
     Operations share a reason, so the table has only the number of each reason.
+
+    Args:
+      lower: whether kernels are traced and lowered. Otherwise an implementation runs a call if it launches its first
+        kernel, and the table does not show kernels that cannot be lowered.
     """
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
+    here, memory = device.current(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    rows = [("pallas_attn", __version__), ("device", device_words(here, memory)), ("versions", versions())]
     rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
     yield from aligned(rows)
     yield ""
     table = [("operation", "runs", "unsupported")]
     calls = typical_calls()
     numbers: dict[str, int] = {}
+    skips_bodies = not lower and (here.platform == "gpu" or here.interpreted)
     for op in CANDIDATES_OF:
         arguments, options = calls[op]
-        explanation = explain(op, *arguments, **options)
+        with without_bodies() if skips_bodies else contextlib.nullcontext():
+            explanation = explain(op, *arguments, **options)
         refused = [f"{name} ({numbers.setdefault(r, len(numbers) + 1)})" for name, r in explanation.refused.items()]
         table.append((op, explanation.chosen or "none", ", ".join(refused)))
     yield from aligned(table)
@@ -180,7 +192,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "pallas-attn info") -> i
     """Print the report and return the exit status. No operation runs: `explain` traces a typical call of each
     operation.
     """
-    argparse.ArgumentParser(prog=prog, description=DESCRIPTION).parse_args(argv)
-    for line in lines():
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
+    parser.add_argument("--lower", action="store_true", help=LOWER_HELP)
+    for line in lines(lower=parser.parse_args(argv).lower):
         print(line)
     return 0

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -81,9 +82,9 @@ def test_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 # --- the report
 
 
-def chosen() -> dict[str, str]:
+def chosen(*, lower: bool = False) -> dict[str, str]:
     """Return the implementation of each operation in the table that the report prints."""
-    _, table, *_ = "\n".join(info.lines()).split("\n\n")
+    _, table, *_ = "\n".join(info.lines(lower=lower)).split("\n\n")
     return dict(line.split()[:2] for line in table.splitlines()[1:])
 
 
@@ -93,15 +94,39 @@ def test_report_has_every_operation() -> None:
         assert chosen() == dict.fromkeys(CANDIDATES_OF, "xla")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shapes", "lower"])
 @pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-def test_kernels_support_the_typical_calls(architecture: device.Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_support_the_typical_calls(
+    architecture: device.Architecture, lower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "{}.{}".format(*architecture))
     with jax.default_device("cpu"), plgpu.force_gpu_interpret_mode():
         has_kernel = {op: ("mosaic", architecture) in modules for op, modules in dispatch.MODULES.items()}
-        assert chosen() == {op: "mosaic" if has_kernel[of] else "xla" for op, of in CANDIDATES_OF.items()}
+        expected = {op: "mosaic" if has_kernel[of] else "xla" for op, of in CANDIDATES_OF.items()}
+        assert chosen(lower=lower) == expected
         words = " ".join(info.lines()).split()  # the line may be wrapped between these words
         assert "Mosaic kernels interpreted" in " ".join(words)
+
+
+def test_report_traces_no_kernel_body_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+    original = plgpu.kernel
+
+    def kernel(body: Any, **options: Any) -> Any:
+        def counted(*refs: Any) -> None:
+            traced.append(options["kernel_name"])
+            body(*refs)
+
+        return original(counted, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    monkeypatch.setattr(info, "CANDIDATES_OF", {"write_latent": "write_latent"})
+    with jax.default_device("cpu"), plgpu.force_gpu_interpret_mode():
+        assert chosen() == {"write_latent": "mosaic"}
+        assert not traced
+        assert chosen(lower=True) == {"write_latent": "mosaic"}
+    assert traced == ["write_latent"]
+    assert plgpu.kernel is kernel  # the replacement ends with the context
 
 
 def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch) -> None:

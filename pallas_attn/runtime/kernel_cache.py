@@ -51,6 +51,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType
 
+from pallas_attn.jax_patches import kernel_shapes
 from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, mosaic_tools, tuning
 
@@ -128,6 +129,8 @@ def call_split(function: Callable[[Any], Any], arrays: list[Any], rest: argument
     """`call_cached` for a call that `arguments.split_arrays` has split."""
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
+        return function(rest.join(arrays))
+    if kernel_shapes.skips_bodies():
         return function(rest.join(arrays))
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
     return _lowered(_Key(function, rest, _described_rest(rest), avals, here, _settings()))(*arrays)
