@@ -110,7 +110,8 @@ def missing_names(text: str) -> list[str]:
 def command_lines() -> str:
     made = [f'"{flag}"' for flag in serve._LIMITS]  # from the fields of a class
     folders = ("scripts", "models/cli", "tests/aot")
-    return "".join([*made, *(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))])
+    files = [ROOT / "pallas_attn/info.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    return "".join([*made, *(path.read_text() for path in files)])
 
 
 def missing_flags(text: str) -> list[str]:

@@ -198,6 +198,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineCo
         max_logprobs=options.max_logprobs,
         mesh=mesh_of(options.mesh),
         freeze_objects=True,
+        background_compilation=options.background_compilation,
         **engine_fields(options),
     )
 
@@ -273,7 +274,15 @@ def _parser(prog: str) -> Parser:
     _add_server(parser.add_argument_group("server"))
     _add_limits(parser.add_argument_group("limits of requests and connections"))
     add_attention(parser.add_argument_group("computation"))
-    add_compilation_cache(parser.add_argument_group("compilation"))
+    compilation = parser.add_argument_group("compilation")
+    add_compilation_cache(compilation)
+    compilation.add_argument(
+        "--background-compilation",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="be ready when the programs of the largest batch shapes are compiled, which serve all requests with more"
+        " padding, and compile the programs of other shapes while requests run (default: no)",
+    )
     engine = parser.add_argument_group("engine")
     default_sizes = {
         "num_pages": "enough for all running requests",

@@ -11,7 +11,8 @@ The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`
   `sampler`: sampling of tokens from logits. `logit_edits`: penalties, masks and other changes of logits before.
   `logprobs`: log probabilities of tokens.
 - `step`: `plan` (the scheduler's plan of a step), `packed` (the plan as one array for the device), `plain` (the
-  function that is compiled), `layered` (a step as several programs), `result` (tokens and logits on the device).
+  function that is compiled), `layered` (a step as several programs), `background` (compilation while steps run),
+  `result` (tokens and logits on the device).
 - `speculation`: `proposer` (interface of draft proposers), `step` (a step that verifies drafts), `draft_control`
   (number of drafts per step); the proposers `ngram`, `draft_model`, `mtp`.
 - `kv_transfer`: `engine_transfers` (transfer methods of the engine), `cached_pages` (exported pages), `cache_rows` and

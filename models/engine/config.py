@@ -82,6 +82,8 @@ class EngineConfig:
       freeze_objects: whether `Engine.warmup` ends with `gc.freeze`. Python's garbage collector then no longer examines
         the objects that exist, mostly of compiled programs, so full collections stall no step for long. This applies to
         all objects of the process: reference cycles among them are never freed.
+      background_compilation: whether `Engine.warmup` returns when the programs of the largest shapes are compiled. They
+        serve every step, with more padding. The other programs are compiled in a thread while steps run.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
@@ -111,6 +113,7 @@ class EngineConfig:
     separate_prefill: bool = True
     cascade_attention: bool = False
     freeze_objects: bool = False
+    background_compilation: bool = False
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -223,6 +226,10 @@ class Bucket:
     cascade: bool = False
 
 
+def _sizes(bucket: Bucket) -> tuple[int, int, int]:
+    return bucket.decode_rows, bucket.prefill_tokens, bucket.num_drafts
+
+
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
     """Sizes that the runner allocates and compiles for.
@@ -293,6 +300,13 @@ class RunnerConfig:
             ends = sorted({drafts[0], drafts[-1]}) if self.separate_prefill else drafts[-1:]
             buckets += [Bucket(largest, t, all_logits, n) for n in ends for t in self.prefill_buckets]
         return buckets
+
+    def covering_buckets(self, all_logits: bool = False) -> list[Bucket]:
+        """Return the largest of the `buckets` without prompts and the largest with prompts. Every step fits into one of
+        them."""
+        buckets = self.buckets(all_logits)
+        of_kinds = [[bucket for bucket in buckets if bool(bucket.prefill_tokens) is kind] for kind in (False, True)]
+        return [max(of_kind, key=_sizes) for of_kind in of_kinds if of_kind]
 
     @property
     def largest_step(self) -> StepSizes:

@@ -106,16 +106,21 @@ class Engine:
             proposer does not fit the model.
           ProcessError: another process has failed. Calls that launch or read a step may raise this error, too.
           NotImplementedError: the model, on its mesh, does not support the value of batch_invariant, cache_dtype,
-            speculate or cascade_attention in `config`.
+            speculate or cascade_attention in `config`; or `config.background_compilation` with several processes.
         """
         check_mesh(model, config, processes)
+        if config.background_compilation and processes is not None:
+            raise NotImplementedError(
+                "background_compilation: not supported with several processes, which must all run the same programs,"
+                " but compile them at different times"
+            )
         self.config = config
         self.max_model_len = checked_model_len(model, config)
         self._vocab_size, self._eos_token_ids = model.config.vocab_size, tuple(model.config.eos_token_ids)
         self._capture_logits = capture_logits
         # With speculation, recorded step times affect the number of drafts per step. All processes must choose the same
         # number, but they measure different times. Therefore several processes record no times.
-        self._decides_by_time = processes is None
+        self._is_one_process = processes is None
         self._groups = make_groups(model, config, self.max_model_len)
         self._pools = make_rank_pools(model, config, self._groups, self.max_model_len)
         runner_config = config.runner_config(self._pools[0].table_tokens, self._groups)
@@ -132,6 +137,7 @@ class Engine:
         self._ids = itertools.count()
         self._intact = True
         self._in_flight: LaunchedStep | None = None
+        self._is_compiling = False  # in the background
         self._due_calls: deque[TrackedRequest] = deque()  # one entry per token that `on_token` has not received yet
         self._log = StepLog(config.history, self._groups, len(self._pools), self._now())
 
@@ -173,6 +179,8 @@ class Engine:
           Ids of the requests that received a token.
         """
         with self._changing():
+            if self._is_compiling:
+                self._take_compiled()
             launched = self._launch()
             progressed = self._collect(self._in_flight) if self._in_flight else []
             if launched is not None and not launched.result.is_sampled:
@@ -244,7 +252,7 @@ class Engine:
             if request.is_finished:
                 self._retain(self._tracked[request.request_id])
         record = self._log.add(step, rows, now)
-        if self._decides_by_time:
+        if self._is_one_process and not self._is_compiling:  # steps with too much padding take longer
             self._ranks.record_time(plans, record.duration_s)
         return [*progressed]
 
@@ -292,33 +300,93 @@ class Engine:
 
     # --- requests
 
-    def warmup(self, on_compiled: OnCompiled | None = None) -> float:
+    def warmup(self, on_compiled: OnCompiled | None = None, *, wait: bool | None = None) -> float:
         """Compile the step programs for all batch shapes that the engine pads steps to. On a GPU, also run each program
         with an empty batch, which loads its kernels.
 
         After this call no step compiles, unless `watch_written` is called later. Without this call, a program is
         compiled when the first step needs it.
 
+        Without `wait`, the call returns when the programs of the largest shapes are compiled. They serve every step,
+        with more padding. A thread compiles the other programs, and each step uses the smallest shape that is compiled
+        at its start. `stats().pending_compilations` is the number of shapes that steps do not use yet. If a compilation
+        fails in the thread, the error is logged, and steps continue with the other programs; a later call with `wait`
+        compiles the shape again and raises the error. If page copies are watched (`watch_written`), the call waits
+        for all programs.
+
         Args:
           on_compiled: function (number of compiled shapes, number of all shapes to compile) that is called when
-            compilation starts and whenever a shape has been compiled.
+            compilation starts and whenever a shape has been compiled. It does not count shapes that a thread compiles.
+          wait: whether to wait for all programs; None for the opposite of `EngineConfig.background_compilation`.
 
         Returns:
           Duration in seconds.
+
+        Raises:
+          NotImplementedError: `wait` is False, and the engine runs as several processes.
+
+        Example:
+          >>> engine = Engine(random_model(PRESETS["v3-tiny"]), EngineConfig(max_num_seqs=2, max_batched_tokens=64))
+          >>> seconds = engine.warmup(wait=False)
+          >>> outputs = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+          >>> seconds = engine.warmup(wait=True)
+          >>> engine.stats().pending_compilations
+          0
         """
+        waits = not self.config.background_compilation if wait is None else wait
+        if not (waits or self._is_one_process):
+            raise NotImplementedError("wait: expected None or True with several processes, got False")
         before = self._runner.compile_s
+        feed = self._transfers.feed
         with self._changing():
             # Steps that compute log probabilities of prompt tokens may be separate buckets.
             scoring = self._runner.buckets(self._capture_logits, prompt_logprobs=True)
             buckets = [*dict.fromkeys([*self._runner.buckets(self._capture_logits), *scoring])]
             self._runner.compile_writes()  # first: loading a program drops the CUDA graphs that `compile` records
-            self._runner.compile(buckets, on_compiled)
-            if self._transfers.feed is not None and self._transfers.feed.is_open:
-                self._runner.compile_layers(buckets)
+            if waits or (feed is not None and feed.is_open):
+                self._runner.finish_background()
+                self._is_compiling = False
+                self._runner.compile(buckets, on_compiled)
+                if feed is not None and feed.is_open:
+                    self._runner.compile_layers(buckets)
+            elif not self._runner.num_pending:
+                self._runner.compile(self._runner.covering_buckets(self._capture_logits), on_compiled)
+                self._runner.compile_in_background(buckets)
+                self._is_compiling = self._runner.num_pending > 0
+            self._ranks.set_padded_sizes(self._runner.prompt_sizes(self._capture_logits))
         if self.config.freeze_objects:
             gc.collect()
             gc.freeze()
         return self._runner.compile_s - before
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether programs are compiled in the background, or steps do not use all of them yet. While this is true and
+        no request is unfinished, `take_compiled` should be called from time to time."""
+        return self._is_compiling
+
+    def take_compiled(self) -> None:
+        """Make one more shape available to steps, if one has been compiled in the background. On a GPU this runs the
+        program. `step` does the same; this method is for the time without requests."""
+        if self._is_compiling:
+            with self._changing():
+                self._take_compiled()
+
+    def _take_compiled(self) -> None:
+        if self._runner.take_compiled():
+            self._ranks.set_padded_sizes(self._runner.prompt_sizes(self._capture_logits))
+        if self._runner.num_pending or self._ranks.has_unfinished or self._in_flight is not None:
+            return
+        self._runner.warm_up()
+        self._is_compiling = False
+        if self.config.freeze_objects:
+            gc.collect()
+            gc.freeze()
+
+    def close(self) -> None:
+        """End the compilation in the background. The call waits for the shape that is being compiled. The engine can be
+        used further, with the programs that are compiled."""
+        self._runner.stop_background()
 
     def add_request(
         self,
@@ -481,6 +549,8 @@ class Engine:
             groups=log.group_stats(self._num_owned),
             preemptions=ranks.num_preemptions,
             compilations=self._runner.num_compilations,
+            pending_compilations=self._runner.num_pending,
+            failed_compilations=self._runner.num_compile_errors,
             compile_s=self._runner.compile_s,
             cache_bytes=self._runner.cache_bytes,
         )

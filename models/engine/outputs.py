@@ -169,6 +169,8 @@ class EngineStats:
       groups: statistics of every cache group.
       num_steps: number of all steps.
       drafted_tokens, accepted_tokens: as in `StepRecord`.
+      pending_compilations: number of step shapes that are compiled in the background and that steps do not use yet.
+      failed_compilations: number of step shapes whose compilation in the background failed.
     """
 
     steps: tuple[StepRecord, ...]
@@ -188,3 +190,5 @@ class EngineStats:
     num_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    pending_compilations: int = 0
+    failed_compilations: int = 0

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from pallas_attn.models.engine.speculation.step import (
     proposer_sizes,
     state_partition,
 )
+from pallas_attn.models.engine.step.background import BackgroundCompiler
 from pallas_attn.models.engine.step.cascade import CascadeSteps
 from pallas_attn.models.engine.step.compiler import OnCompiled, RunnerState, StepCompiler, is_on_gpu
 from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
@@ -88,6 +90,7 @@ class Runner:
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         self._layered: LayeredStep | None = None
         self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
+        self._background: BackgroundCompiler | None = None
         self._num_steps = 0
         self.compile_s = 0.0
         self._caches: Caches = ()
@@ -235,18 +238,28 @@ class Runner:
         return [dataclasses.replace(bucket, skips_layers=bucket.prefill_tokens > 0) for bucket in buckets]
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
-        """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`."""
+        """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`. While
+        `compile_in_background` is not complete, only compiled buckets are chosen, if one of them holds the step."""
         some = [plan for plan in plans if plan is not None]
         prompt_logprobs = any(plan.wants_prompt_logprobs for plan in some)
         num_decode = max(len(plan.decode) for plan in some)
         num_prefill = max(sum(row.num_tokens for row in plan.prefill) for plan in some)
         num_drafts = max(plan.num_drafts for plan in some)
-        return next(
+        holding = [
             bucket
-            for bucket in self.buckets(all_logits, prompt_logprobs)
+            for bucket in self._usable(all_logits, prompt_logprobs)
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
             if num_drafts <= bucket.num_drafts and not bucket.cascade
-        )
+        ]
+        if self._background is not None:
+            holding = [bucket for bucket in holding if bucket in self._programs.forward] or holding
+        return holding[0]
+
+    def _usable(self, all_logits: bool, prompt_logprobs: bool) -> list[Bucket]:
+        """Return the buckets among which `bucket_of` chooses. While `compile_in_background` is not complete, the
+        buckets that compute hidden states of prompt tokens also serve steps that do not need them."""
+        buckets = self.buckets(all_logits, prompt_logprobs)
+        return buckets if self._background is None else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
 
     def compile(self, buckets: Sequence[Bucket], on_compiled: OnCompiled | None = None) -> None:
         """Compile the buckets that are not compiled yet.
@@ -266,6 +279,71 @@ class Runner:
             splits = {bucket: self._split_of(bucket) for bucket in new}
             self._programs.forward |= self._programs.compile(splits, self._state(), on_compiled)
             self._warm_up()
+
+    def covering_buckets(self, all_logits: bool = False) -> list[Bucket]:
+        """Return few buckets. Each step fits into one of them, also if it computes log probabilities of its prompts."""
+        return self._config.covering_buckets(all_logits)
+
+    def compile_in_background(self, buckets: Sequence[Bucket]) -> None:
+        """Compile the buckets that are not compiled yet in a thread. `take_compiled` makes them available to steps."""
+        new = {bucket: self._split_of(bucket) for bucket in buckets if bucket not in self._programs.forward}
+        if new:
+            self._background = BackgroundCompiler(self._programs, new, self._programs.shapes(self._state()))
+            weakref.finalize(self, self._background.stop)
+
+    def take_compiled(self) -> bool:
+        """Make the next bucket available that the thread has compiled. On a GPU, run it twice without rows.
+
+        If this raises, the caches may be invalid: call `reset`.
+
+        Returns:
+          Whether there was a bucket.
+        """
+        found = None if self._background is None else self._background.next_compiled()
+        if self._background is None or found is None:
+            return False
+        bucket, forward = found
+        with self._timing():
+            self._run_twice([found])
+        self._programs.forward[bucket] = forward
+        self._background.taken()
+        if self._background.is_complete:
+            self._background = None
+        return True
+
+    def stop_background(self) -> None:
+        """End the thread of `compile_in_background`. Wait for the bucket that it compiles."""
+        if self._background is not None:
+            self._background.stop()
+            self._background.join()
+
+    def finish_background(self) -> None:
+        """Wait until the thread of `compile_in_background` has compiled all buckets, and make them available."""
+        if self._background is not None:
+            self._background.join()
+            while self.take_compiled():
+                pass
+            self.warm_up()
+
+    @property
+    def num_pending(self) -> int:
+        """Number of buckets that the thread of `compile_in_background` compiles or has compiled and steps do not use
+        yet."""
+        return 0 if self._background is None else self._background.num_pending
+
+    @property
+    def num_compile_errors(self) -> int:
+        """Number of buckets whose compilation failed in the thread of `compile_in_background`."""
+        return 0 if self._background is None else self._background.num_errors
+
+    def prompt_sizes(self, all_logits: bool = False) -> tuple[int, ...]:
+        """Return the numbers of prompt tokens to which steps are padded, ascending. Until `compile_in_background` is
+        complete, these are the numbers all of whose buckets are compiled, and the largest."""
+        sizes, compiled = self._config.prefill_buckets, self._programs.forward
+        if self._background is None:
+            return sizes
+        missing = {bucket.prefill_tokens for bucket in self.buckets(all_logits) if bucket not in compiled}
+        return (*(size for size in sizes[:-1] if size not in missing), sizes[-1])
 
     def compile_writes(self) -> None:
         """Compile the program that writes the state of a request slot, if it is not compiled yet."""
@@ -326,11 +404,21 @@ class Runner:
                 self._copied |= {*new}
         return layered
 
+    def warm_up(self) -> None:
+        """On a GPU, run all compiled steps without rows, which records the CUDA graphs that XLA dropped when it loaded
+        later programs."""
+        with self._timing():
+            self._warm_up()
+
     def _warm_up(self) -> None:
         """On a GPU, run every compiled step twice without rows."""
+        of_layers = {} if self._layered is None else self._layered.compiled
+        self._run_twice([*self._programs.forward.items(), *of_layers.items()])
+
+    def _run_twice(self, steps: Sequence[tuple[Bucket, Callable[..., Any]]]) -> None:
+        """On a GPU, run steps without rows, one after the other, and then once more."""
         if is_on_gpu(self._allocate()):
-            of_layers = {} if self._layered is None else self._layered.compiled
-            for bucket, step in [*self._programs.forward.items(), *of_layers.items()] * 2:
+            for bucket, step in [*steps, *steps]:
                 self._run_idle(bucket, step)
 
     # --- steps
@@ -358,7 +446,9 @@ class Runner:
         """
         bucket, shared_pages = self.bucket_of(plans, all_logits), list[int]()
         if self._cascade is not None:
-            bucket, shared_pages = self._cascade.choose(bucket, plans)
+            cascade, counted = self._cascade.choose(bucket, plans)
+            if self._background is None or cascade in self._programs.forward:
+                bucket, shared_pages = cascade, counted
         copy, last = None, range(0)
         if on_layer is None:
             self.compile([bucket])

@@ -352,6 +352,11 @@ class Scheduler:
             budget -= num_tokens
         return rows
 
+    def set_padded_sizes(self, padded_sizes: Sequence[int]) -> None:
+        """Replace `padded_sizes`, for example by the sizes whose programs are compiled. It affects only in which step a
+        token is computed."""
+        self._padded_sizes = tuple(padded_sizes)
+
     def _without_padding(self, budget: int) -> int:
         """Return the budget of prompt tokens, reduced to one of `padded_sizes` if this makes the computation cheaper.
 

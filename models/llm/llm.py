@@ -299,6 +299,7 @@ class LLM:
         self._open.clear()
         self._ended.clear()
         self._waiting.clear()
+        self.engine.close()
         self._is_closed = True
         del self.engine
 

@@ -130,7 +130,7 @@ class EngineClient:
 
     Attributes:
       state: the newest state of the engine.
-      is_ready: whether all steps are compiled.
+      is_ready: whether no step compiles a program any more.
       failure: reason why the engine has ended; None while it runs, and after `stop`.
       ended: set when the engine has ended.
 

@@ -3,6 +3,7 @@
 The thread repeats:
 
     take commands: add or abort a request    # blocks while nothing is unfinished
+    take programs that were compiled in the background
     llm.step()
     deltas = stream.take() for each stream
     send(StepResults(deltas))                # one message per step
@@ -41,6 +42,9 @@ from pallas_attn.models.server.protocol import of_engine
 LOGGER = logging.getLogger("pallas_attn.server")
 
 _WORKERS = 2  # threads that prepare prompts
+
+COMPILED_S = 0.1
+"""Seconds after which an engine without requests takes the next program that was compiled in the background."""
 
 
 class OpenRequest:
@@ -174,7 +178,10 @@ class EngineThread:
                 with contextlib.suppress(ValueError, NotImplementedError):  # models without grammars
                     _ = self._llm.grammars
             seconds = self._llm.engine.warmup()
-            LOGGER.info("ready; all steps were compiled in %.0f s", seconds)
+            stats = self._llm.engine.stats()
+            LOGGER.info("ready; %d shapes of steps were compiled in %.0f s", stats.compilations, seconds)
+            if stats.pending_compilations:
+                LOGGER.info("compiling %d more shapes in the background", stats.pending_compilations)
             self._socket.send(Ready(self._state()))
             failure = self._serve()
             if failure is None:
@@ -183,6 +190,7 @@ class EngineThread:
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._socket.send(EngineEnded(failure))
+            self._llm.engine.close()  # may wait for a compilation
 
     def _serve(self) -> str | None:
         """Serve requests until `Stop`. Return the reason of a failure."""
@@ -193,6 +201,7 @@ class EngineThread:
             try:
                 if (end := self._take_commands(ended)) is not None:
                     return end.failure
+                self._llm.engine.take_compiled()
                 while self._closing:
                     self._closing[-1].close()
                     self._closing.pop()
@@ -227,9 +236,11 @@ class EngineThread:
     def _take_commands(self, ended: dict[int, RequestError | None]) -> EngineEnded | None:
         """Process all commands. Wait for a command if there is no other work. Return the command to end, if any."""
         block = not (self._llm.has_unfinished or self._llm.engine.has_unfinished or self._closing)
+        timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
+        timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
         while True:
             try:
-                command = self._commands.get(block=block)
+                command = self._commands.get(block=block, timeout=timeout_s)
             except queue.Empty:
                 return None
             block = False
@@ -261,6 +272,9 @@ class EngineThread:
             num_pages=stats.num_pages,
             preemptions=stats.preemptions,
             steps=stats.num_steps,
+            compiled_shapes=stats.compilations,
+            pending_shapes=stats.pending_compilations,
+            failed_shapes=stats.failed_compilations,
         )
 
 

@@ -85,7 +85,7 @@ class Stop(Message):
 
 
 class Ready(Message):
-    """All steps are compiled."""
+    """No step compiles a program any more."""
 
     state: EngineState
 

@@ -33,6 +33,9 @@ class EngineState:
       num_pages: number of all cache pages.
       preemptions: number of preemptions since the start.
       steps: number of steps since the start.
+      compiled_shapes: number of step shapes whose programs steps use.
+      pending_shapes: number of step shapes that are compiled in the background.
+      failed_shapes: number of step shapes whose compilation in the background failed.
     """
 
     kv_cache_usage: float = 0.0
@@ -40,6 +43,9 @@ class EngineState:
     num_pages: int = 0
     preemptions: int = 0
     steps: int = 0
+    compiled_shapes: int = 0
+    pending_shapes: int = 0
+    failed_shapes: int = 0
 
 
 class Histogram:
@@ -98,6 +104,9 @@ class Metrics:
         self._pages = gauge("num_gpu_blocks", "Number of cache pages.")
         self._preemptions = gauge("num_preemptions", "Preemptions since the start.")
         self._steps = gauge("engine_steps", "Steps of the engine since the start.")
+        self._compiled = gauge("compiled_step_shapes", "Shapes of steps whose programs are compiled and used.")
+        self._pending = gauge("pending_step_shapes", "Shapes of steps that are compiled in the background.")
+        self._failed = gauge("failed_step_shapes", "Shapes of steps whose compilation in the background failed.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.cached_tokens = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
@@ -134,4 +143,7 @@ class Metrics:
         self._pages.set(state.num_pages)
         self._preemptions.set(state.preemptions)
         self._steps.set(state.steps)
+        self._compiled.set(state.compiled_shapes)
+        self._pending.set(state.pending_shapes)
+        self._failed.set(state.failed_shapes)
         return generate_latest(self.registry)

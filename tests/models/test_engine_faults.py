@@ -109,6 +109,7 @@ class FakeRunner:
     """
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
+    num_pending = num_compile_errors = 0
 
     def __init__(self, model: object, config: Any, processes: object = None):
         self.page_size = config.page_size

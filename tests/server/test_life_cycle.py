@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ import httpx2
 import pytest
 
 from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
+from pallas_attn.models.engine.step.compiler import StepCompiler
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.llm.token_filters import GrammarFilter
 from pallas_attn.models.server.app import Api
@@ -388,6 +390,29 @@ def test_requests_before_the_engine_is_ready(server: Running) -> None:
     response = complete(server)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
     engine.is_ready = True
+
+
+def test_server_is_ready_while_programs_are_compiled(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, compile_programs = threading.Event(), StepCompiler.compile
+
+    def in_thread(self: StepCompiler, *arguments: Any) -> Any:
+        if threading.current_thread().name != "compile steps":
+            return compile_programs(self, *arguments)
+        assert go_on.wait(60)
+        raise RuntimeError("no program")
+
+    monkeypatch.setattr(StepCompiler, "compile", in_thread)
+    monkeypatch.setattr(llm.engine, "config", dataclasses.replace(llm.engine.config, background_compilation=True))
+    names = [f"pallas_attn_{kind}_step_shapes" for kind in ("compiled", "pending", "failed")]
+    with serving(folder, llm=llm) as server:
+        assert complete(server, max_tokens=2).status_code == 200
+        compiled, pending, failed = (metric(server, name) for name in names)
+        assert (compiled, failed) == (2, 0)
+        assert pending > 0
+        go_on.set()
+        wait_for(lambda: not llm.engine.is_compiling)
+        wait_for(lambda: [metric(server, name) for name in names] == [2, 0, pending])
+        assert complete(server, max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize("grace_s", [0.3, 60.0])

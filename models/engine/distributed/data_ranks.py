@@ -56,6 +56,12 @@ class DataRanks:
         chosen = idle[0] if len(idle) == 1 else max(idle, key=lambda scheduler: scheduler.cached_pages(request))
         chosen.add(request)
 
+    def set_padded_sizes(self, padded_sizes: Sequence[int]) -> None:
+        """Replace the numbers of prompt tokens to which the runner pads a step. With several ranks there is no effect,
+        because the scheduler of one rank does not know the number of prompt tokens of the step."""
+        if len(self.schedulers) == 1:
+            self.schedulers[0].set_padded_sizes(padded_sizes)
+
     def schedule(self) -> tuple[StepPlan | None, ...] | None:
         """Plan the next step.
 

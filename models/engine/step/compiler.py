@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src import config as jax_config  # JAX has no public setting of this limit for one thread
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
@@ -110,6 +111,16 @@ class StepCompiler:
         self.forward: dict[Bucket, Any] = {}
         self.shared: dict[SharedProgram, Any] = {}
 
+    @staticmethod
+    def shapes(state: RunnerState) -> RunnerState:
+        """Return shapes, dtypes and shardings of the arrays of a runner, with which another thread can compile while
+        steps replace the arrays. The programs are the same."""
+
+        def shape(array: Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if array.committed else None)
+
+        return jax.tree.map(shape, state)
+
     def mask_shape(self, bucket: Bucket) -> tuple[int, int]:
         """Shape of the bit masks of allowed tokens of all data ranks: one mask for each row of logits."""
         return self.num_ranks * self._config.num_logits(bucket), -(-self._model.config.vocab_size // 32)
@@ -118,8 +129,10 @@ class StepCompiler:
         self, new: Mapping[Bucket, LayeredStep | None], state: RunnerState, on_compiled: OnCompiled | None = None
     ) -> dict[Bucket, Any]:
         """Compile the programs of each bucket. Return the forward programs: one program per bucket, or several programs
-        if a `LayeredStep` is given. Store the other programs in `shared`."""
-        on_gpu, on_mesh = is_on_gpu(state.last_tokens), self._mesh is not None
+        if a `LayeredStep` is given. Store the other programs in `shared`.
+
+        `state` may be the result of `shapes`. Two threads may call this method at the same time."""
+        on_gpu, on_mesh = is_on_gpu(self.weights), self._mesh is not None
         report = on_compiled or _ignore
         report(0, len(new))
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
@@ -270,15 +283,10 @@ class StepCompiler:
 
 @contextlib.contextmanager
 def _without_source_lines() -> Iterator[None]:
-    """Lower without Python source locations. XLA records the locations of every kernel, which takes seconds for a step
-    with prompts. Names of operations are not affected."""
-    name = "jax_traceback_in_locations_limit"
-    limit = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    try:
+    """Lower without Python source locations, in this thread. XLA records the locations of every kernel, which takes
+    seconds for a step with prompts. Names of operations are not affected."""
+    with jax_config.traceback_in_locations_limit(0):
         yield
-    finally:
-        jax.config.update(name, limit)
 
 
 def _ignore(num_compiled: int, num_buckets: int) -> None:

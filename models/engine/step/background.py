@@ -1,0 +1,93 @@
+"""Compilation of step programs in a thread, while the engine runs steps with the programs that are compiled already.
+
+The thread compiles one bucket (padded shape of a step) after the other. The thread that runs steps takes the compiled
+buckets with `next_compiled` and `taken`; nothing else is shared. XLA compiles without Python's global lock. Tracing and
+lowering hold it, so a step that runs at the same time may wait for some milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.step.compiler import RunnerState, StepCompiler
+from pallas_attn.models.engine.step.layered import LayeredStep
+
+LOGGER = logging.getLogger("pallas_attn.engine")
+
+
+class BackgroundCompiler:
+    """Compiles buckets in a thread.
+
+    The thread ends when all buckets are compiled, and before the next bucket after `stop` or after the end of the main
+    thread. XLA cannot be interrupted, so the end may have to wait for the bucket that is being compiled.
+
+    A bucket whose compilation fails is logged and skipped.
+    """
+
+    def __init__(self, programs: StepCompiler, buckets: Mapping[Bucket, LayeredStep | None], state: RunnerState):
+        """Start the thread.
+
+        Args:
+          programs: compiler of the programs. The thread stores all programs in it except the forward programs.
+          buckets: the buckets in the order of their compilation, each with the split of its steps.
+          state: shapes of the runner's arrays, from `StepCompiler.shapes`.
+        """
+        self._programs, self._buckets, self._state = programs, dict(buckets), state
+        self._compiled: deque[tuple[Bucket, Any]] = deque()
+        self._num_ended = self._num_taken = 0
+        self.num_errors = 0
+        self._is_stopping = threading.Event()
+        device = jax.config.jax_default_device  # a setting of a `with` block applies to one thread
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run, device), name="compile steps")
+        self._thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        """Number of buckets that have not been taken and may still be compiled."""
+        if not self._thread.is_alive():
+            return len(self._compiled)
+        return len(self._buckets) - self._num_taken - self.num_errors
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all buckets have been compiled and taken."""
+        return self._num_taken == len(self._buckets)
+
+    def next_compiled(self) -> tuple[Bucket, Any] | None:
+        """Return the next compiled bucket and its forward program; None if there is none yet."""
+        return self._compiled[0] if self._compiled else None
+
+    def taken(self) -> None:
+        """Remove the bucket that `next_compiled` returns."""
+        self._compiled.popleft()
+        self._num_taken += 1
+
+    def stop(self) -> None:
+        """Let the thread end before the next bucket."""
+        self._is_stopping.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def _run(self, device: Any) -> None:
+        with jax.default_device(device):
+            for bucket, split in self._buckets.items():
+                if self._is_stopping.is_set() or not threading.main_thread().is_alive():
+                    return
+                try:
+                    compiled = self._programs.compile({bucket: split}, self._state)
+                except Exception as error:  # steps continue with the other programs
+                    self.num_errors += 1
+                    LOGGER.exception("compilation of %s failed: %s", bucket, error)
+                else:
+                    self._compiled.append((bucket, compiled[bucket]))
