@@ -25,6 +25,8 @@ from pallas_attn.models.decoder.mesh import specs_of as specs_of
 from pallas_attn.models.decoder.model import Decoder as Decoder
 from pallas_attn.models.decoder.model import Step as Step
 from pallas_attn.models.decoder.model import apply_layers as apply_layers
+from pallas_attn.models.decoder.model import named_weights as named_weights
+from pallas_attn.models.decoder.model import shapes_of as shapes_of
 from pallas_attn.models.decoder.model import split_model as split_model
 from pallas_attn.models.decoder.model import split_module as split_module
 from pallas_attn.models.decoder.model import with_settings as with_settings

@@ -599,6 +599,25 @@ def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Mo
     return lambda weights: nnx.merge(graph, jax.tree.unflatten(structure, weights)), weights
 
 
+def named_weights(weights: Any) -> dict[str, Any]:
+    """Return the weights of a module, or of a tree such as `nnx.state(module)` or nested dicts, by dotted path.
+
+    The weights of a module are in the order of `split_module`.
+    """
+    tree = nnx.state(weights) if isinstance(weights, nnx.Module) else weights
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    # The leaves of an `nnx.State` are in the field `value` of variables.
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in leaves
+    }
+
+
+def shapes_of[Module: nnx.Module](module: Module) -> Module:
+    """Return a module that has `jax.ShapeDtypeStruct` in place of each weight, and holds no memory."""
+    rebuild, weights = split_module(module)
+    return rebuild([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights])
+
+
 def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
     """Split the model into a pure function and its weights.
 

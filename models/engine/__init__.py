@@ -7,9 +7,9 @@ The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`
 - `config`: sizes and options. `request`: requests and sampling parameters. `outputs`: results and statistics.
 - `scheduler`: plans steps and allocates cache pages, in plain Python. `group_sizes` divides the cache memory between
   layers with different attention windows.
-- `runner`: owns weights and caches on the device, compiles steps and launches them. `compile_options`: XLA options.
-  `sampler`: sampling of tokens from logits. `logit_edits`: penalties, masks and other changes of logits before.
-  `logprobs`: log probabilities of tokens.
+- `runner`: owns weights and caches on the device, compiles steps and launches them. `weight_slots`: replacement of
+  weights. `compile_options`: XLA options. `sampler`: sampling of tokens from logits. `logit_edits`: penalties, masks
+  and other changes of logits before. `logprobs`: log probabilities of tokens.
 - `step`: `plan` (the scheduler's plan of a step), `packed` (the plan as one array for the device), `plain` (the
   function that is compiled), `layered` (a step as several programs), `background` (compilation while steps run),
   `result` (tokens and logits on the device).

@@ -36,11 +36,13 @@ import functools
 import gc
 import itertools
 import time
+import typing
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_attn.cache import PrefixCache
@@ -64,7 +66,7 @@ from pallas_attn.models.engine.outputs import EngineStats, RequestId, RequestOut
 from pallas_attn.models.engine.request import NONFINITE, Request, SamplingParams
 from pallas_attn.models.engine.request_checks import check_params, checked_ids
 from pallas_attn.models.engine.runner import OnCompiled, Runner
-from pallas_attn.models.engine.scheduler import RequestRefused
+from pallas_attn.models.engine.scheduler import RequestRefused, RunningRequests
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step_log import LaunchedStep, StepLog
 from pallas_attn.models.engine.token_filter import TokenFilter
@@ -186,13 +188,17 @@ class Engine:
             if launched is not None and not launched.result.is_sampled:
                 self._sample(launched)
             self._in_flight = launched
+        self._call_back()
+        return progressed
+
+    def _call_back(self) -> None:
+        """Call the callbacks of all tokens that they have not received."""
         while self._due_calls:
             tracked = self._due_calls[0]
             call = tracked.next_call()
             self._due_calls.popleft()
             if call is not None and tracked.on_token is not None:
                 tracked.on_token(tracked.request.request_id, *call)
-        return progressed
 
     def _launch(self) -> LaunchedStep | None:
         """Plan a step and start it on the device. Return None if no request has tokens to compute."""
@@ -554,6 +560,84 @@ class Engine:
             compile_s=self._runner.compile_s,
             cache_bytes=self._runner.cache_bytes,
         )
+
+    # --- weights
+
+    @property
+    def weights(self) -> dict[str, jax.Array]:
+        """The model's weights by name, such as "layers.0.self_attn.o_proj.weight". Steps read these arrays: do not
+        donate or delete them."""
+        return self._runner.weights
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        draft: Any = None,
+        running: RunningRequests = "recompute",
+        copy: bool = True,
+        in_place: bool = False,
+    ) -> list[RequestId]:
+        """Replace the weights of the model between two steps. No program is compiled again.
+
+        The call first reads the tokens of the step in flight, which the old weights computed, and calls their
+        callbacks. All later tokens are computed with the new weights. The prefix cache is emptied. Waiting requests
+        start with the new weights.
+
+        Arguments are checked before anything changes. After a ValueError or NotImplementedError the engine continues
+        with the old weights, and all requests and cached prefixes remain.
+
+        Args:
+          weights: the new weights: a `Decoder`, a tree such as `nnx.state(model)`, or a dict with the names of
+            `Engine.weights`. The leaves are jax or numpy arrays with the shapes and dtypes of the old weights. Arrays
+            with another sharding or on another device are copied to the devices of the engine.
+          draft: new weights of the proposer, in the same forms: the draft model, or the `MTP` module. None keeps the
+            weights that the proposer does not share with the model. Drafts affect no token, but old draft weights guess
+            worse.
+          running: what happens to requests that have keys and values computed with the old weights.
+            "recompute": their pages are released, and the keys and values of the prompt and of all generated tokens are
+            computed again. The next tokens are the tokens of a new engine whose prompt ends with the tokens generated
+            so far. "keep": they continue with the old keys and values, so that later tokens depend on old and new
+            weights. Their pages never enter the prefix cache. "abort": they end with the finish reason "abort".
+          copy: whether arrays that are already on the devices of the engine are copied, too. If False, the engine uses
+            the arrays themselves, so they must not be donated or deleted before the next update.
+          in_place: whether each old weight is released just before its successor is copied, so that the device needs no
+            memory for a second copy of all weights. The memory of an old weight is not free as long as the caller
+            refers to it, for example through the model that the engine was made with. If an exception such as a failed
+            allocation interrupts the copies, steps raise RuntimeError until another call of this method has succeeded.
+
+        Returns:
+          Ids of the requests that received a token of the step in flight.
+
+        Raises:
+          ValueError: a weight is missing, unknown, deleted, or has another shape or dtype: the message names the first
+            one. Or `running` has another value, or `draft` is given without a proposer that has weights.
+          NotImplementedError: the engine runs as several processes, `watch_written` has an open feed, or a receiver of
+            `receive_pages` is open.
+        """
+        if running not in (modes := typing.get_args(RunningRequests.__value__)):
+            raise ValueError(f"running: expected one of {', '.join(modes)}, got {running!r}")
+        if not self._is_one_process:
+            raise NotImplementedError(
+                "weights: an engine in several processes cannot replace its weights, because the processes would not"
+                " notice if they replaced them before different steps"
+            )
+        self._transfers.check_idle()
+        new = self._runner.check_weights(weights, draft)
+        if not in_place:
+            new = self._runner.place_weights(new, copy=copy, in_place=False)
+        with self._changing():
+            progressed = self._collect(self._in_flight) if self._in_flight else []
+            self._in_flight = None
+        self._call_back()
+        with self._changing():
+            if in_place:
+                new = self._runner.place_weights(new, copy=copy, in_place=True)
+            self._runner.use_weights(new)
+            self._transfers.replace_weights()
+            for request in self._ranks.replace_weights(running):
+                self._retain(self._tracked[request.request_id])
+        return progressed
 
     # --- KV-cache transfer
 

@@ -358,6 +358,8 @@ class Request:
         request): the prompt, and after a preemption also generated tokens. Prefill rows compute these tokens, decode
         rows compute all later tokens. 0 if the request is not running.
       num_published: Number of leading pages that the request published in the prefix cache or found there.
+      has_old_keys: Whether some of its keys and values were computed with weights that have been replaced. Its pages
+        are then not published.
       request_slot: Index of the running request in the page pools and in device arrays with one entry per running
         request; None if the request is not running.
       num_cached: Number of prompt tokens found in the prefix cache at the first admission; None before.
@@ -392,6 +394,7 @@ class Request:
     num_computed: int = field(init=False, default=0)
     prefill_end: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
+    has_old_keys: bool = field(init=False, default=False)
     request_slot: int | None = field(init=False, default=None)
     num_cached: int | None = field(init=False, default=None)
     drafted: tuple[int, ...] = field(init=False, default=())
@@ -429,6 +432,7 @@ class Request:
         self.request_slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0
+        self.has_old_keys = False
         self.logprobs.truncate(len(self.output_ids))
 
     def ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:

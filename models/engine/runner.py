@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
 from pallas_attn.models.config import DeepseekV4Config
-from pallas_attn.models.decoder import Caches, Decoder, over_mesh, with_settings
+from pallas_attn.models.decoder import Caches, Decoder, over_mesh, shapes_of, with_settings
 from pallas_attn.models.decoder.deepseek_v4 import check_queries
 from pallas_attn.models.decoder.mesh import DATA, cache_partition
 from pallas_attn.models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM
@@ -51,6 +51,7 @@ from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import StepOutputs
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step.result import StepResult, Unsampled
+from pallas_attn.models.engine.weight_slots import NewWeights, WeightSlots
 
 
 class Runner:
@@ -71,12 +72,14 @@ class Runner:
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         config = dataclasses.replace(config, max_logprobs=min(config.max_logprobs, model.config.vocab_size))
-        self._config, self._mesh, self._processes, self._model = config, model.mesh, processes, model
-        self._prepare_state(model)
+        self._config, self._mesh, self._processes = config, model.mesh, processes
+        self._model = shapes_of(model)  # `StepCompiler.weights` is the only reference to the weights
+        self._prepare_state(self._model)
         self._cascade = CascadeSteps(model, config, self._specs) if config.cascade_attention else None
         self._rows = CacheRows(model, config, self._specs)
         self._programs = programs = StepCompiler(model, config, self._state_specs, gathers=processes is not None)
-        self._weights, self._num_ranks, self._placement = programs.weights, programs.num_ranks, programs.placement
+        self._num_ranks, self._placement = programs.num_ranks, programs.placement
+        self._weight_slots = WeightSlots(model, None if config.speculate is None else config.speculate.proposer)
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
             config.speculate.proposer.check(model.config, self._proposer_sizes)
@@ -84,7 +87,7 @@ class Runner:
                 check_queries(model.config, 1 + config.draft_buckets[-1], config.page_size)
             if config.speculate.proposer.makes_trees:
                 check_trees(model.config, model.settings, model.contexts)
-        self._long = self._long_steps(model)
+        self._long = self._long_steps(self._model)
         # A proposer may need the hidden states of all tokens. Batch-invariant steps all have the same shapes.
         needs_hidden = config.speculate is not None and config.speculate.proposer.needs_hidden
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
@@ -178,7 +181,7 @@ class Runner:
 
     def cache_format(self) -> dict[str, Any]:
         """Return facts by name. Two engines can exchange pages only if these facts are equal."""
-        return self._rows.cache_format(self._model)
+        return self._rows.cache_format(self._programs.model)
 
     def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int = 0) -> dict[str, np.ndarray]:
         """Copy page rows to the host. The copies include the writes of all steps that were launched before this call.
@@ -219,6 +222,36 @@ class Runner:
         """
         self._allocate()
         self._caches = self._rows.write_layer(self._caches, group, layer, rows, contents)
+
+    # --- weights
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """The model's weights by name."""
+        return dict(zip(self._weight_slots.model, self._programs.weights, strict=True))
+
+    def check_weights(self, weights: Any, draft: Any) -> NewWeights:
+        """Return the weights of `Engine.update_weights` in the order of the compiled programs.
+
+        Raises:
+          ValueError: as `Engine.update_weights`.
+        """
+        return self._weight_slots.check(weights, draft)
+
+    def place_weights(self, new: NewWeights, *, copy: bool, in_place: bool) -> NewWeights:
+        """Copy weights to the devices and wait for the copies.
+
+        Args:
+          new: result of `check_weights`.
+          copy: whether arrays that have the devices and the sharding of the present weights are copied, too.
+          in_place: whether each present weight is released before its successor is copied. If this call raises,
+            `launch` raises RuntimeError until `use_weights` is called.
+        """
+        return self._weight_slots.place(new, self._programs if in_place else None, copy=copy)
+
+    def use_weights(self, new: NewWeights) -> None:
+        """Use the weights, from `place_weights`, in all steps that are launched from now on."""
+        self._weight_slots.use(new, self._programs)
 
     # --- compilation
 
@@ -510,6 +543,7 @@ class Runner:
         packed: Int32[np.ndarray, "n"],
     ) -> Unsampled:
         """Start the programs `propose` and `forward` of a step."""
+        weights = self._programs.weights  # raises if they were lost
         on_devices, last_tokens = self._put(packed), self._allocate()
         drafts = for_host = None
         if has_drafts(bucket):
@@ -520,7 +554,7 @@ class Runner:
             arguments = self._programs.proposer_weights, last_tokens, of_decode
             drafts, for_host, last_tokens = self._programs.shared[program](*arguments)
             self._last_tokens = last_tokens
-        outputs, self._caches = forward(self._weights, self._caches, last_tokens, on_devices, drafts)
+        outputs, self._caches = forward(weights, self._caches, last_tokens, on_devices, drafts)
         return Unsampled(outputs, drafts, for_host)
 
     def _score(self, bucket: Bucket, plans: Sequence[StepPlan | None], outputs: StepOutputs) -> Array | None:
@@ -535,7 +569,7 @@ class Runner:
                 of_rank[begin : begin + len(known)] = known
                 begin += row.num_tokens
         score = self._programs.shared[self._programs.shared_program("score", bucket)]
-        words = score(self._weights, outputs.prompt_hidden, self._put(tokens.reshape(-1)))
+        words = score(self._programs.weights, outputs.prompt_hidden, self._put(tokens.reshape(-1)))
         words.copy_to_host_async()
         return words
 
@@ -593,7 +627,7 @@ class Runner:
         if bucket.prefill_tokens and not bucket.skips_layers:
             tokens = self._put(np.full(self._num_ranks * bucket.prefill_tokens, -1, np.int32))
             score = self._programs.shared[self._programs.shared_program("score", bucket)]
-            results.append(score(self._weights, unsampled.outputs.prompt_hidden, tokens))
+            results.append(score(self._programs.weights, unsampled.outputs.prompt_hidden, tokens))
         jax.block_until_ready(results)
 
     def _pack(

@@ -19,12 +19,15 @@ import bisect
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 from pallas_attn.models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
 from pallas_attn.models.engine.speculation.draft_control import DraftControl, counted
 from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
+
+type RunningRequests = Literal["recompute", "keep", "abort"]
+"""What happens to running requests when the weights are replaced."""
 
 STEP_TOKENS = 2048
 """Fixed cost of a step, in prompt tokens whose computation takes equally long.
@@ -273,6 +276,30 @@ class Scheduler:
         self._finish(self._requests[request_id], reason)
         return True
 
+    def replace_weights(self, running: RunningRequests) -> list[Request]:
+        """Forget all published pages, because the weights that computed them were replaced. No step may be in flight.
+
+        Args:
+            running: What happens to requests that have keys and values: "recompute" preempts them, "keep" continues
+                with these keys and values, and does not publish their pages, and "abort" ends them.
+
+        Returns:
+            The requests that were ended.
+        """
+        if self._prefix_cache is not None:
+            self._prefix_cache.clear()
+        if running == "abort":
+            begun = [request for request in self._requests.values() if request.is_running or request.output_ids]
+            for request in begun:
+                self._finish(request, "abort")
+            return begun
+        for request in reversed(self._running.copy()):
+            if running == "recompute":
+                self._requeue(request)
+            else:
+                request.has_old_keys = True
+        return []
+
     def requeue_all(self, requests: Iterable[Request]) -> None:
         """Reset the scheduler and queue all unfinished requests again, so that their tokens are computed again.
 
@@ -476,7 +503,7 @@ class Scheduler:
         """
         num_tokens = min(request.num_computed, len(request.token_ids))
         num_full = num_tokens // self._page_size
-        if self._prefix_cache is not None and num_full > request.num_published:
+        if self._prefix_cache is not None and num_full > request.num_published and not request.has_old_keys:
             self._prefix_cache.publish(cast(int, request.request_slot), request.token_ids[:num_tokens], request.salt)
             request.num_published = num_full
 
@@ -499,6 +526,7 @@ class Scheduler:
         self._free_slots.append(cast(int, request.request_slot))
         self._pools.release(cast(int, request.request_slot))
         request.request_slot = None
+        request.has_old_keys = False
         request.num_computed = request.prefill_end = 0  # `num_in_flight` stays: `retire` will receive these tokens
 
     def _reason_to_finish(self, request: Request, token: int, num_tokens: int) -> FinishReason | None:

@@ -8,21 +8,26 @@ import numbers
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from pallas_attn.models.checkpoints import Tokenizer, load_model, load_tokenizer
+from pallas_attn.models.checkpoints import Tokenizer, load_config, load_model, load_tokenizer
 from pallas_attn.models.compilation_cache import enable_compilation_cache
 from pallas_attn.models.decoder import AttentionSettings, Decoder, page_size_of
 from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, TokenFilter
 from pallas_attn.models.engine.outputs import RequestId
 from pallas_attn.models.engine.request import NONFINITE, FinishReason, as_integers
+from pallas_attn.models.engine.scheduler import RunningRequests
 from pallas_attn.models.llm.hub import TOKENIZER_FILES, model_folder
 from pallas_attn.models.llm.outputs import OutputSequence, PreparedPrompt, PromptOutputs, ResultMaker, Stream
 from pallas_attn.models.llm.results import Generation
 from pallas_attn.models.llm.text_output import TextOutput
 from pallas_attn.models.llm.token_filters import AllOf, BadWords, GrammarFilter, GrammarTokenizer, token_mask
+
+_FILE_FORMAT = ("dtype", "fp8_block", "mxfp4_experts", "tie_word_embeddings")
+"""Fields of a configuration that may differ between the files of old and new weights."""
 
 type Messages = Sequence[Mapping[str, Any]]
 """Chat messages: objects with the keys `role` and `content`, and others that the chat template supports."""
@@ -112,6 +117,7 @@ class LLM:
         self.engine = Engine(model, config)
         self.tokenizer = tokenizer
         self.dtype: np.dtype = model.embed_tokens[...].dtype
+        self._config = model.config
         self._vocab_size, self._eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
         self._open: dict[RequestId, OutputSequence] = {}  # sequences that the engine computes
         self._ended: deque[OutputSequence] = deque()  # sequences of `_open` whose end `_settle` has not processed
@@ -288,6 +294,49 @@ class LLM:
         if self.engine.has_unfinished:
             self.engine.step()
         self._settle_ended()
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        draft: Any = None,
+        running: RunningRequests = "recompute",
+        copy: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        """Replace the weights of the model. No program is compiled again, and cached prefixes are forgotten.
+
+        Args:
+          weights: a tree of arrays as for `Engine.update_weights`; or a path or Hub repository as for `LLM`, from which
+            weights are loaded. Its config.json must describe the same model, but its weights may be quantised in
+            another way, or not at all.
+          draft, running, copy, in_place: as in `Engine.update_weights`. Weights from files are in memory twice until
+            the old ones are released, so `in_place` and `copy` need a tree.
+
+        Raises:
+          ValueError: as `Engine.update_weights`; or the folder has no valid checkpoint, or the checkpoint of another
+            model. The old weights remain.
+          NotImplementedError: as `Engine.update_weights`.
+        """
+        self._check_open()
+        if isinstance(weights, str | os.PathLike):
+            if in_place or not copy:
+                raise ValueError(f"weights: expected a tree of arrays with in_place or without copy, got {weights!r}")
+            weights, copy = self._load(model_folder(weights)), False
+        self.engine.update_weights(weights, draft=draft, running=running, copy=copy, in_place=in_place)
+
+    def _load(self, folder: Path) -> Decoder:
+        """Load a model with the configuration of the engine's model, on the devices of the engine.
+
+        Raises:
+          ValueError: as `update_weights`.
+        """
+        own, given = dataclasses.asdict(self._config), dataclasses.asdict(load_config(folder))
+        for name in given:
+            # Differences in the format of the files end with the load. The head is compared by the engine.
+            if name not in _FILE_FORMAT and given[name] != own.get(name):
+                raise ValueError(f"weights: expected {name}={own.get(name)} as the engine's model, got {given[name]}")
+        return load_model(folder, self.dtype, mesh=self.engine.config.mesh)
 
     def close(self) -> None:
         """Abort all requests, and release the engine and its memory on the device. The object cannot be used again.

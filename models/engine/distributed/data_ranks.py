@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pallas_attn.models.engine.request import FinishReason, Request
-from pallas_attn.models.engine.scheduler import Scheduler
+from pallas_attn.models.engine.scheduler import RunningRequests, Scheduler
 from pallas_attn.models.engine.step.plan import RowTokens, StepPlan
 
 
@@ -103,6 +103,10 @@ class DataRanks:
     def abort(self, request_id: int | str, reason: FinishReason = "abort") -> bool:
         """End a waiting or running request. Return False if the request is unknown or has finished."""
         return any(scheduler.abort(request_id, reason) for scheduler in self.schedulers)
+
+    def replace_weights(self, running: RunningRequests) -> list[Request]:
+        """Call `Scheduler.replace_weights` on all ranks. Return the requests that were ended."""
+        return [request for scheduler in self.schedulers for request in scheduler.replace_weights(running)]
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
         """Reset all ranks and queue unfinished requests again, as `Scheduler.requeue_all`; assign them round-robin."""

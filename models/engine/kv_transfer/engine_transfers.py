@@ -79,6 +79,22 @@ class EngineTransfers:
         groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 
+    def check_idle(self) -> None:
+        """Raise NotImplementedError if pages arrive or are reported: they were computed with the present weights of
+        both engines, so the weights cannot be replaced."""
+        if self.feed is not None and self.feed.is_open:
+            raise NotImplementedError(
+                "weights: the consumer of watch_written expects pages of the present weights; close the feed first"
+            )
+        if any(incoming.is_open for incoming in self.incoming):
+            raise NotImplementedError(
+                "weights: pages of the present weights arrive (receive_pages); finish or close their receivers first"
+            )
+
+    def replace_weights(self) -> None:
+        """Compute the digest of the weights in `cache_format` again, when it is needed next."""
+        self.__dict__.pop("cache_format", None)
+
     # --- export and import
 
     def intact_prefix_caches(self) -> tuple[PrefixCache, ...]:

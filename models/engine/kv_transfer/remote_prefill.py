@@ -557,6 +557,8 @@ class RemotePrefill:
             transport.close()
             self._inbox.close()
             raise
+        # Pages of these weights do not fit after the weights of this engine are replaced.
+        self._made_for = engine.cache_format
         self._last_progress_s = time.monotonic()
 
     @property
@@ -605,7 +607,7 @@ class RemotePrefill:
             raise ValueError(f"token_filter: expected an object with a method allowed, or None, got {token_filter!r}")
         check_field("salt", salt, _SALT)
         ids = Request(request_id, as_integers("prompt_ids", prompt_ids), params, salt).prompt_ids  # checks all of it
-        incoming = self._engine.receive_pages(ids, self._engine.cache_format, salt=salt)
+        incoming = self._engine.receive_pages(ids, self._made_for, salt=salt)
         return _Prompt(ids, params, request_id, salt, on_token, token_filter, incoming, own)
 
     def _send(self, prompts: Sequence[_Prompt]) -> None:

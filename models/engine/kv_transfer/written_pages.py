@@ -179,9 +179,9 @@ class WrittenFeed:
     def plan(self, plan: StepPlan | None) -> WrittenStep | None:
         """Return the pages that the prompt chunks of a step complete.
 
-        Earlier pages of the same requests are included if they were not reported. Pages that decode steps complete are
-        not reported. Return None if there are no pages to report, or the feed has ended. End the feed if the backlog
-        would exceed `max_bytes`.
+        Earlier pages of the same requests are included if they were not reported. Pages that decode steps complete, and
+        pages of requests with keys and values of replaced weights, are not reported. Return None if there are no pages
+        to report, or the feed has ended. End the feed if the backlog would exceed `max_bytes`.
         """
         if not self.is_open or plan is None:
             return None
@@ -190,6 +190,8 @@ class WrittenFeed:
         # Index of the request in the plan's arrays, index of the first page, and index after the last page.
         pages: list[tuple[int, int, int]] = []
         for i, row in enumerate(plan.prefill, len(plan.decode)):
+            if row.request.has_old_keys:
+                continue
             end = (row.start + row.num_tokens) // page_size
             if end > (first := self._reported.get(row.request, 0)):
                 ends[row.request] = end

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from pallas_attn.models.config import HeadWindows, ModelConfig, cache_groups
-from pallas_attn.models.decoder import Caches, Decoder, GroupTables, StepMetadata, split_model
+from pallas_attn.models.decoder import Caches, Decoder, GroupTables, StepMetadata, named_weights, shapes_of, split_model
 from pallas_attn.models.decoder.mesh import bytes_on_device
 from pallas_attn.models.engine.sampler import draw
 from pallas_attn.models.engine.speculation.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
@@ -40,8 +40,9 @@ class DraftModelProposer(Proposer):
         """Use the model's weights without a copy."""
         if any(isinstance(group.window, HeadWindows) for group in cache_groups(model.config)):
             raise NotImplementedError("draft model: expected heads with equal windows, got windows per head")
-        self._model = model
+        self._model = shapes_of(model)
         self._step, self.weights = split_model(model)
+        self.weight_names = tuple(named_weights(model))
         self.draft_bytes = sum(map(bytes_on_device, self.weights))
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn import PAGE_NONE
 from pallas_attn.models.config import ModelConfig
-from pallas_attn.models.decoder import MTP, V4MTP, StepMetadata, split_module
+from pallas_attn.models.decoder import MTP, V4MTP, StepMetadata, named_weights, shapes_of, split_module
 from pallas_attn.models.decoder.mesh import ExpertSplit, bytes_on_device
 from pallas_attn.models.decoder.mtp import MTPCaches
 from pallas_attn.models.engine.sampler import best
@@ -78,8 +78,9 @@ class MTPProposer(Proposer):
                 f"mtp: expected one module, as in published checkpoints, got {len(mtp.depths)}; the second module would"
                 " need hidden states of the first one from earlier steps"
             )
-        self._mtp, self._alternatives, self.makes_trees = mtp, alternatives, alternatives > 1
+        self._mtp, self._alternatives, self.makes_trees = shapes_of(mtp), alternatives, alternatives > 1
         self._rebuild, self.weights = split_module(mtp)
+        self.weight_names = tuple(named_weights(mtp))
         self.draft_bytes = _draft_bytes(mtp)
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
@@ -92,8 +93,8 @@ class MTPProposer(Proposer):
     def allocate(self, sizes: ProposerSizes) -> MTPState:
         """Allocate empty caches and hidden states."""
         caches: Any = self._mtp.allocate_caches(sizes.groups[0].num_pages, sizes.page_size, sizes.cache_dtype)
-        embedding = self._mtp.embed_tokens[...]
-        return MTPState(caches, jnp.zeros((sizes.max_num_seqs, self._mtp.hidden_width), embedding.dtype))
+        hidden = jnp.zeros((sizes.max_num_seqs, self._mtp.hidden_width), self._mtp.embed_tokens.dtype)
+        return MTPState(caches, hidden)
 
     def depth(self, num_drafts: int) -> int:
         """Return the number of positions that `num_drafts` drafts cover: num_drafts / alternatives, rounded up."""

@@ -317,6 +317,7 @@ class Proposer:
       makes_trees: whether `propose` returns a `DraftTree`.
       weights: pytree of arrays that is passed to `propose` and `observe`. Steps do not change it. The proposer may
         replace it between steps by arrays of the same shapes.
+      weight_names: names of the leaves of `weights`, for `Engine.update_weights`; None for their paths in the tree.
       draft_bytes: bytes of weights that the proposer reads to make one draft for all rows. The engine estimates the
         cost of a draft from this number.
     """
@@ -324,6 +325,7 @@ class Proposer:
     needs_hidden: bool = False
     makes_trees: bool = False
     weights: Any = ()
+    weight_names: tuple[str, ...] | None = None
     draft_bytes: int = 0
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from pallas_attn import compile_ahead
-from pallas_attn.models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, split_module
+from pallas_attn.models.decoder import Caches, Decoder, over_mesh, shapes_of, specs_of, split_model, split_module
 from pallas_attn.models.decoder.mesh import DATA
 from pallas_attn.models.engine.compile_options import gpu_options
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
@@ -88,7 +88,6 @@ class StepCompiler:
     Attributes:
       forward: forward programs by bucket.
       shared: the other programs.
-      weights: the model's weights.
       placement: placement of arrays with a part for each data rank; None for one device.
       num_ranks: number of data ranks.
     """
@@ -105,9 +104,10 @@ class StepCompiler:
         self._config, self._mesh, self._state_specs, self._gathers = config, model.mesh, state_specs, gathers
         self.num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         self.placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
-        self._step, self.weights = split_model(model)
+        self._weights: list[Array] | None
+        self._step, self._weights = split_model(model)
         self._rebuild, _ = split_module(model)
-        self._model = model
+        self._model = shapes_of(model)  # a reference to replaced weights would keep their memory
         self.forward: dict[Bucket, Any] = {}
         self.shared: dict[SharedProgram, Any] = {}
 
@@ -274,6 +274,34 @@ class StepCompiler:
     def _logits_of(self, weights: Any, hidden: Array) -> Array:
         """Return the logits of hidden states of `Decoder.with_hidden`."""
         return self._rebuild(weights).hidden_logits(hidden)
+
+    @property
+    def weights(self) -> list[Array]:
+        """The model's weights. They may be replaced by arrays of equal shapes, dtypes and shardings.
+
+        Raises:
+          RuntimeError: the weights were released, and no new ones were set.
+        """
+        if self._weights is None:
+            raise RuntimeError(
+                "weights: an exception interrupted update_weights(in_place=True), so some weights are lost; call"
+                " update_weights again"
+            )
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: list[Array]) -> None:
+        self._weights = weights
+
+    def take_weights(self) -> list[Any]:
+        """Return the weights and give up the reference to them; an empty list if they were released before."""
+        taken, self._weights = self._weights, None
+        return taken or []
+
+    @property
+    def model(self) -> Decoder:
+        """The model with its present weights."""
+        return self._rebuild(self.weights)
 
     @property
     def proposer_weights(self) -> Any:
