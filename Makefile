@@ -31,7 +31,12 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-.PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest tile-budget lint format docs bench first-run dist build-dist test-install clean python
+# `test-jax`: suites that cover each implementation in minutes, and the packages that they need.
+CONTRACT_SUITES := tests/contract/test_mla_decode.py tests/contract/test_paged_attention.py tests/contract/test_index_keys.py \
+	tests/ops/test_write_kv.py
+OF_CONTRACT_SUITES := editables 'numpy>=2.0' 'jaxtyping>=0.3' 'triton>=3.6' 'flax>=0.12' pytest pytest-xdist pytest-timeout hypothesis chex beartype
+
+.PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest test-jax tile-budget lint format docs bench first-run dist build-dist test-install clean python
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -66,6 +71,15 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that py
 	.venv-latest/bin/python -c 'import triton; print("triton", triton.__version__)'
 	@echo "skipped: tests/aot except for Triton (the compilers are pinned to the jax of constraints.txt), and tests marked slow or gpu"
 	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore-glob='tests/aot/test_[!t]*'
+
+# `--no-deps`: pip would not install a jax that pyproject.toml does not admit. Packages other than jax are the newest.
+test-jax: | $(BIN)/python  ## contract suites of xla, triton and mosaic, interpreted, on another jax (JAX=0.12.0)
+	@test -n "$(JAX)" || { echo "name a version of jax: make test-jax JAX=0.12.0"; exit 1; }
+	$(call create,.venv-jax-$(JAX),--without-pip)
+	$(call install,.venv-jax-$(JAX)) jax==$(JAX) jaxlib==$(JAX) $(OF_CONTRACT_SUITES)
+	$(call install,.venv-jax-$(JAX)) --no-deps -e .
+	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-jax-$(JAX)/bin/python -m pytest $(MEASURED) -m "not slow and not gpu" \
+		--junitxml=.pytest_cache/test-jax-$(JAX).xml $(CONTRACT_SUITES)
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## cost of each kernel's main loop per tile, compared with the time of its memory accesses
 	rm -rf .aot/listings
@@ -116,7 +130,7 @@ installed-%: build-dist
 	cd .venv-dist && $*/bin/python -I ../scripts/tools/check_install.py $*
 
 clean:  ## remove everything that the targets created
-	rm -rf .venv .venv-latest .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-jax-* .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis
 
 python:
 	@test -n "$(PYTHON)" || { echo "pallas_attn needs Python 3.12 or newer, and none was found on PATH (name one: make PYTHON=...)"; exit 1; }

@@ -632,6 +632,7 @@ class Engine:
         self._call_back()
         with self._changing():
             if in_place:
+                self._runner.finish_background()  # tracing reads the weights
                 new = self._runner.place_weights(new, copy=copy, in_place=True)
             self._runner.use_weights(new)
             self._transfers.replace_weights()
