@@ -462,7 +462,7 @@ def test_mesh(sizes: str, form: str) -> None:
 
 def test_several_processes_are_not_supported(old: Decoder, new: Decoder) -> None:
     engine = Engine(old, SIZES)
-    engine._has_processes = True
+    engine._is_one_process = False
     with pytest.raises(NotImplementedError, match="several processes cannot replace its weights"):
         engine.update_weights(new)
 
