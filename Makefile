@@ -34,7 +34,8 @@ endif
 # `test-jax`: suites that cover each implementation in minutes, and the packages that they need.
 CONTRACT_SUITES := tests/contract/test_mla_decode.py tests/contract/test_paged_attention.py tests/contract/test_index_keys.py \
 	tests/ops/test_write_kv.py
-OF_CONTRACT_SUITES := editables 'numpy>=2.0' 'jaxtyping>=0.3' 'triton>=3.6' 'flax>=0.12' pytest pytest-xdist pytest-timeout hypothesis chex beartype
+OF_CONTRACT_SUITES := editables flatbuffers 'numpy>=2.0' 'jaxtyping>=0.3' 'triton>=3.6' 'flax>=0.12' \
+	pytest pytest-xdist pytest-timeout hypothesis chex beartype
 
 .PHONY: help environment demo test test-slow test-aot test-gpu test-mesh test-latest test-jax tile-budget lint format docs bench first-run dist build-dist test-install clean python
 
