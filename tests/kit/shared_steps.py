@@ -1,12 +1,12 @@
-"""Fixtures that compile an engine's steps once for all tests of a module.
+"""Fixture that compiles an engine's steps once for all tests of a process.
 
 A step is the compiled program of an engine for one bucket (numbers of decode rows and prompt tokens). `Runner` compiles
 and runs the steps. `verify.PlainRun` is the recomputation of a sequence without a cache, which tests compare with; it
 has a compiled program, too.
 
 A test module requests the sharing with `pytest.mark.usefixtures("shared_steps")`. It must not do this if one of its
-tests patches code of a model, because the test would run a step that was compiled before the patch. The conftest.py of
-the module's folder imports both fixtures.
+tests patches code of a model, because the test would run a step that was compiled before the patch, and later tests
+would run the patched step. The conftest.py of the module's folder imports the fixture.
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ because some runners live longer than the test that made them.
 """
 
 
-@pytest.fixture(scope="module")
-def compiled_steps() -> dict[str, Any]:
-    """Compiled programs of the module's tests, by the description of everything that they depend on."""
-    return {}
+COMPILED: dict[str, Any] = {}
+"""Compiled programs, by the description of everything that they depend on. `jax.clear_caches` keeps them. Modules use
+the same small models, so the programs of a module are useful in the next.
+"""
 
 
 @pytest.fixture
-def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share `compiled_steps` during a test."""
-    share_steps(compiled_steps, monkeypatch)
+def shared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share compiled steps during a test."""
+    share_steps(monkeypatch)
 
 
-def share_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def description(model: Any, *rest: Any) -> str:
+    """Describe everything that the compiled programs of a model depend on."""
+    weights = jax.tree.map(lambda w: (w.shape, str(w.dtype)), verify.split_model(model)[1])
+    return repr((model.config, model.settings, model.mesh, weights, rest))
+
+
+def share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch `Runner` and `PlainRun`: an instance with the description of an earlier one reuses its compiled
     programs.
     """
     make_runner, compile_steps, make_plain = Runner.__init__, Runner.compile, verify.PlainRun.__init__
 
-    def description(model: Any, *rest: Any) -> str:
-        weights = jax.tree.map(lambda w: (w.shape, str(w.dtype)), verify.split_model(model)[1])
-        return repr((model.config, model.settings, model.mesh, weights, rest))
-
     def runner(self: Runner, model: Any, config: Any, processes: Any = None) -> None:
         make_runner(self, model, config, processes)
-        if config.speculate is None:  # the weights of a proposer are not part of the description
+        # The description has no weights of proposers, no functions and no processes.
+        if config.speculate is None and config.logits_processor is None and processes is None:
             ALIKE[self] = description(model, config)
-            _, self._programs.shared = compiled_steps.setdefault(ALIKE[self], ({}, {}))
+            _, self._programs.shared = COMPILED.setdefault(ALIKE[self], ({}, {}))
 
     def compiling(self: Runner, buckets: Sequence[Bucket], *rest: Any) -> None:
-        known, _ = compiled_steps[ALIKE[self]] if self in ALIKE else ({}, {})
+        known, _ = COMPILED[ALIKE[self]] if self in ALIKE else ({}, {})
         self._programs.forward |= {bucket: known[bucket] for bucket in buckets if bucket in known}
         compile_steps(self, buckets, *rest)
         known |= self._programs.forward
@@ -66,7 +69,7 @@ def share_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         make_plain(self, model, max_output, cache_dtype, kv_scales)
         if kv_scales is None:  # the values of scales are constants of the compiled program
             key = f"plain {description(model, max_output, cache_dtype)}"
-            self._choose = compiled_steps.setdefault(key, self._choose)
+            self._choose = COMPILED.setdefault(key, self._choose)
 
     monkeypatch.setattr(Runner, "__init__", runner)
     monkeypatch.setattr(Runner, "compile", compiling)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.kit.shared_steps import compiled_steps, shared_steps
+from tests.kit.shared_steps import shared_steps
 from tests.models.text_process_case import load_layout
 
-__all__ = ["compiled_steps", "load_layout", "rng", "shared_steps"]
+__all__ = ["load_layout", "rng", "shared_steps"]
 
 
 @pytest.fixture

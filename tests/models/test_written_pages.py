@@ -22,6 +22,7 @@ from pallas_attn.models.engine import (
     WrittenLayer,
 )
 from pallas_attn.models.engine.step.layered import LayeredStep, StepPrograms
+from tests.kit.shared_steps import COMPILED, description
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
@@ -32,13 +33,13 @@ NUM_LAYERS = 2
 
 
 @pytest.fixture(autouse=True)
-def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines with the same model and configuration share the compiled programs of their layers."""
     make_layered = LayeredStep.__init__
 
     def sharing(self: LayeredStep, model: Any, config: Any, num_programs: int) -> None:
         make_layered(self, model, config, num_programs)
-        self.compiled = compiled_steps.setdefault(f"{len(self.layer_ranges)} pieces {id(model)} {config}", {})
+        self.compiled = COMPILED.setdefault(f"{len(self.layer_ranges)} pieces {description(model, config)}", {})
 
     monkeypatch.setattr(LayeredStep, "__init__", sharing)
 

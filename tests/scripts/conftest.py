@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pallas_attn.models.cli.decode import command as run_decode
 from pallas_attn.models.engine import Engine
-from tests.kit.shared_steps import compiled_steps, shared_steps
+from tests.kit.shared_steps import shared_steps
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
-__all__ = ["compiled_steps", "shared_steps", "text_model", "usage_error", "write_ids"]
+__all__ = ["shared_steps", "text_model", "usage_error", "write_ids"]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.server.server_case import Running, serving
 def shared_steps() -> Iterator[None]:
     """Let all servers of the package share compiled steps. No test of the package patches code of a model."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        share_steps({}, monkeypatch)
+        share_steps(monkeypatch)
         yield
 
 
