@@ -104,14 +104,15 @@ def engine(name: str) -> Engine:
 
 
 def padded(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with one bucket of decode rows and one of prompt tokens, so that few steps are
-    compiled.
+    """Return the configuration with one bucket of decode rows and one of prompt tokens, and without separate programs
+    for steps without decode rows, so that few steps are compiled.
     """
     return dataclasses.replace(
         config,
         max_model_len=96,
         decode_buckets=(config.max_num_seqs,),
         prefill_buckets=(config.max_batched_tokens,),
+        separate_prefill=False,
     )
 
 

@@ -41,11 +41,18 @@ def loaded(name: str) -> Decoder:
 
 
 def run_twice(
-    decoder: Decoder, sizes: EngineConfig, prompts: list[list[int]], max_model_len: int
+    decoder: Decoder,
+    sizes: EngineConfig,
+    prompts: list[list[int]],
+    max_model_len: int,
+    separate_prefill: bool = False,
 ) -> tuple[Engine, list[RequestOutput]]:
-    """Run the prompts twice, so that the second run has prefix hits. The engine has one bucket of each kind."""
+    """Run the prompts twice, so that the second run has prefix hits. The engine has one bucket of each kind, so it
+    compiles two forward passes, or three with `separate_prefill`.
+    """
     one_size = {"decode_buckets": (sizes.max_num_seqs,), "prefill_buckets": (sizes.max_batched_tokens,)}
-    engine = Engine(decoder, dataclasses.replace(sizes, max_model_len=max_model_len, **one_size))
+    limits = {"max_model_len": max_model_len, "separate_prefill": separate_prefill}
+    engine = Engine(decoder, dataclasses.replace(sizes, **one_size, **limits))
     return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
 
 

@@ -48,6 +48,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 128,
     "decode_buckets": (4,),
     "prefill_buckets": (32,),
+    "separate_prefill": False,
 }
 """Options of `LLM` with which few steps are compiled."""
 

@@ -56,6 +56,7 @@ def make(kind: str, *, seed: int = 3, **changes: Any) -> Engine:
     name, dtype = KINDS[kind]
     config = dataclasses.replace(SIZES, cache_dtype=dtype, **changes)
     buckets = {"decode_buckets": (config.max_num_seqs,), "prefill_buckets": (config.max_batched_tokens,)}
+    config = dataclasses.replace(config, separate_prefill=False)
     return Engine(model(name, seed), dataclasses.replace(config, **buckets))
 
 

@@ -59,6 +59,7 @@ def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple
         "max_model_len": 104,
         "decode_buckets": (config.max_num_seqs,),
         "prefill_buckets": (config.max_batched_tokens,),
+        "separate_prefill": False,
     }
     engine = Engine(model, dataclasses.replace(config, **one_size))
     return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]

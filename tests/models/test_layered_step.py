@@ -49,6 +49,7 @@ SIZES = EngineConfig(
     max_model_len=96,
     decode_buckets=(4,),
     prefill_buckets=(16,),
+    separate_prefill=False,
 )
 
 

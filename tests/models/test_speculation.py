@@ -45,6 +45,7 @@ SHORT = EngineConfig(
     max_model_len=96,
     decode_buckets=(4,),
     prefill_buckets=(16,),
+    separate_prefill=False,
 )
 """Sizes with too few pages for all requests, so that requests are preempted.
 
