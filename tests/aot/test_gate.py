@@ -24,6 +24,7 @@ def compiler(request, compilers):
     return compilers(request.param)
 
 
+@slow_cases("cuda12-copies-pages", "cuda12-streams-tiles")  # the test of reports compiles a kernel with CUDA 12
 @pytest.mark.parametrize("name", ["copies-pages", "streams-tiles"])
 def test_correct_kernels_pass(compiler, name):
     assert not list(complaints(compiler.report(name), SAMPLES[name]))
@@ -61,6 +62,7 @@ def test_report_has_instructions_registers_and_shared_memory(compiler):
     assert report.shared_memory == tiles + sums + barriers
 
 
+@slow_cases("cuda12")
 def test_samples_have_different_kernels(compiler):
     """A process compiles equal kernels once. If two samples had equal kernels, the report of the second one would have
     no kernel. The samples are compiled in reverse order to detect this in any order.
@@ -70,6 +72,7 @@ def test_samples_have_different_kernels(compiler):
     assert set(counts.values()) == {1}, counts
 
 
+@slow_cases("cuda12")
 def test_compile_error_does_not_affect_the_next_case(compiler):
     assert compiler.report("does-not-fit-shared-memory").error
     assert compiler.report("copies-pages").error is None

@@ -839,29 +839,24 @@ programs fit on a multiprocessor. They do not spill on sm80, sm90 and sm120. mla
 
 IN_EVERY_RUN = frozenset(
     {
-        ("write-latent-bf16-512-64", "sm86"),
         ("write-latent-fp8-512-64", "sm80"),
         ("gather-latent-fp8-512-64", "sm86"),
         ("mla-decode-bf16-h128", "sm90"),
-        ("mla-decode-fp8-128-128-h16", "sm89"),
-        ("mla-sparse-fp8-128-32-h64", "sm80"),
-        ("mla-sparse-bf16-h128", "sm90"),
         ("mla-sparse-two-caches-h64", "sm86"),
         ("compress-512-4", "sm90"),
         ("hyper-connection-weights-4", "sm80"),
         ("index-top-k-fp8-16", "sm86"),
         ("write-index-keys-fp8", "sm80"),
-        ("paged-decode-bf16-d128", "sm90"),
         ("draw-102400", "sm90"),
         ("plan-decode-32-windows", "sm86"),
         ("paged-decode-fp8-16-d128", "sm86"),
         ("paged-decode-tree", "sm120"),
-        ("paged-decode-bf16-d512-tree-g8", "sm86"),
-        ("paged-prefill-bf16-d512-mask", "sm120"),
-        ("paged-prefill-bf16-d128-8192", "sm80"),
         ("ragged-192-128-8192-options", "sm120"),
         ("write-kv-fp8-4-d128", "sm86"),
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }
 )
-"""(case, GPU) of `make test`. `make test-slow` compiles all other combinations."""
+"""(case, GPU) of `make test`: each kernel at least once, and each architecture before sm100.
+
+`make test-slow` compiles all other combinations.
+"""
