@@ -58,6 +58,14 @@ from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, Patch, as
 
 NAMES = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
 TINY = GEMMA_PRESETS["gemma4-tiny"]
+SMALL = dataclasses.replace(
+    TINY,
+    vocab_size=64,
+    num_hidden_layers=3,
+    num_kv_shared_layers=1,
+    layer_types=("sliding_attention", "full_attention", "full_attention"),
+)
+"""A model that compiles quickly: a local and a global layer with a cache, and a layer that uses the global cache."""
 
 
 run = functools.partial(run_twice, max_model_len=104)
@@ -307,13 +315,7 @@ def is_detected(mistake: str) -> bool:
     return False
 
 
-def test_some_mistakes_are_detected():
-    assert_parity(*longest_prompt_logits("gemma4"))
-    some = ("windows_one_wider", "first_source_of_shared_layers", "value_norm_dropped")
-    assert [mistake for mistake in some if not is_detected(mistake)] == []
-
-
-@pytest.mark.slow  # slow, because the test above makes some of the mistakes
+@pytest.mark.slow  # slow, because test_parity.py shows that `assert_parity` detects a mistake
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mistake_is_detected(name: str):
     assert_parity(*longest_prompt_logits(name))
@@ -339,18 +341,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("gemma4", "chunks of 16, few pages"),
-        *(
-            pytest.param(name, sizes, marks=pytest.mark.slow)
-            for name in NAMES
-            for sizes in SIZES
-            if (name, sizes) != ("gemma4", "chunks of 16, few pages")
-        ),
-    ],
-)
+# Slow, because test_prefill_skips_layers_for_tokens_without_logits runs an engine with few pages, too.
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", NAMES)
 def test_engine_tokens_equal_transformers(name: str, sizes: str):
     """Tokens are equal with chunks, prefix hits and preemptions."""
     config, few = SIZES[sizes], sizes == "chunks of 16, few pages"
@@ -408,32 +402,46 @@ def scales_of_golden(name: str, qmax: float, layout: str) -> list[tuple[np.ndarr
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "layout"),
-    [
-        ("gemma4", "int8", "channel"),
-        *(pytest.param(name, "float8_e4m3fn", "head", marks=pytest.mark.slow) for name in NAMES),
-        pytest.param("gemma4-k-eq-v", "int8", "channel", marks=pytest.mark.slow),
-    ],
-)
-def test_static_scales(name: str, dtype: str, layout: Any, tmp_path: Path):
-    """Calibrated scales equal the scales of the caches of transformers, and tokens over a cache with these scales equal
-    one forward pass per request. Local and global layers have scales of different shapes."""
-    prompts = golden(name).prompts
-    scales = calibrate(loaded(name), prompts, dtype, layout)
+STATIC_SCALES = [
+    ("gemma4", "int8", "channel"),
+    *(pytest.param(name, "float8_e4m3fn", "head", marks=pytest.mark.slow) for name in NAMES),
+    pytest.param("gemma4-k-eq-v", "int8", "channel", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "layout"), STATIC_SCALES)
+def test_calibrated_scales_equal_transformers(name: str, dtype: str, layout: Any, tmp_path: Path):
+    """Scales equal the scales of the caches of transformers, whose shapes differ between local and global layers."""
+    scales = calibrate(loaded(name), golden(name).prompts, dtype, layout)
     wanted = scales_of_golden(name, 127 if dtype == "int8" else 448, layout)
-    assert len(scales.k) == len(scales.v) == len(config_of(name).cached_layers)
-    for k, v, of_layer in zip(scales.k, scales.v, wanted, strict=True):
-        np.testing.assert_allclose(k, of_layer[0], rtol=1e-4)
-        np.testing.assert_allclose(v, of_layer[1], rtol=1e-4)
     save_kv_scales(tmp_path / "scales.safetensors", scales)
-    read = load_kv_scales(tmp_path / "scales.safetensors")
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], cache_dtype=dtype, kv_scales=read)
-    _, outputs = run(loaded(name), sizes, prompts)
+    for found in (scales, load_kv_scales(tmp_path / "scales.safetensors")):
+        assert len(found.k) == len(found.v) == len(config_of(name).cached_layers)
+        for k, v, of_layer in zip(found.k, found.v, wanted, strict=True):
+            np.testing.assert_allclose(k, of_layer[0], rtol=1e-4)
+            np.testing.assert_allclose(v, of_layer[1], rtol=1e-4)
+
+
+def expect_plain_run_with_scales(decoder: Decoder, prompts: list[list[int]], dtype: str, layout: Any) -> None:
+    """Assert that tokens over a cache with static scales equal one forward pass per request."""
+    scales = calibrate(decoder, prompts, dtype, layout)
+    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], cache_dtype=dtype, kv_scales=scales)
+    _, outputs = run(decoder, sizes, prompts)
     pairs = zip([*prompts, *prompts], outputs, strict=True)
     decoded = [Decoded(prompt, output.output_ids, GREEDY) for prompt, output in pairs]
-    verification = verify(loaded(name), decoded, max_len=104, cache_dtype=dtype, kv_scales=scales)
+    verification = verify(decoder, decoded, max_len=104, cache_dtype=dtype, kv_scales=scales)
     assert verification.passed, verification
+
+
+@pytest.mark.slow  # slow, because the next test does the same with a smaller model
+@pytest.mark.parametrize(("name", "dtype", "layout"), STATIC_SCALES)
+def test_tokens_of_goldens_with_static_scales(name: str, dtype: str, layout: Any):
+    expect_plain_run_with_scales(loaded(name), golden(name).prompts, dtype, layout)
+
+
+def test_tokens_with_static_scales():
+    prompts = [[*range(30)], [*range(20, 40)], [5]]
+    expect_plain_run_with_scales(random_model(SMALL), prompts, "int8", "channel")
 
 
 @pytest.mark.slow
@@ -570,10 +578,14 @@ def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prefill_skips_layers_for_tokens_without_logits(rows_of_layers: list[int]):
-    """Steps with prompts apply layers without a cache only to decode rows and to the last token of each chunk."""
-    config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
-    _, outputs = run(loaded("gemma4"), config, golden("gemma4").prompts)
+    """Steps with prompts apply layers without a cache only to decode rows and to the last token of each chunk. Tokens
+    equal transformers with chunks, prefix hits and preemptions.
+    """
+    config = dataclasses.replace(SIZES["chunks of 16, few pages"], recycling=False)
+    engine, outputs = run(loaded("gemma4"), config, golden("gemma4").prompts, separate_prefill=True)
     expect_golden("gemma4", outputs)
+    assert engine.stats().preemptions > 0
+    assert sum(output.cached_tokens for output in outputs) > 0
     of_programs = [tuple(rows_of_layers[i : i + 7]) for i in range(0, len(rows_of_layers), 7)]
     # Four layers have a cache. Steps have up to 3 decode rows, 3 prompts and 16 prompt tokens.
     decode, prompts, mixed = (3,) * 7, (16,) * 4 + (3,) * 3, (19,) * 4 + (6,) * 3
@@ -593,8 +605,14 @@ def test_prompt_log_probabilities_need_all_layers(
     *_, prompt = expected.prompts
     [plain] = engine.generate([prompt], dataclasses.replace(params, prompt_logprobs=None))
     assert min(rows_of_layers) == 3
+    np.testing.assert_array_equal(plain.output_ids, expected["tokens"][-1][:4])
     rows_of_layers.clear()
     [output] = engine.generate([prompt], params)
+    if programs == "several":
+        steps = [step for step in engine._runner._programs.forward.values() if isinstance(step, StepPrograms)]
+        ranges = {tuple(map(tuple, step.layer_ranges)) for step in steps}
+        assert ranges == {((0, 1), (2, 3), (4,), (5, 6))}
+        assert sorted(step.narrow is not None for step in steps) == [False, True]
     np.testing.assert_array_equal(output.output_ids, plain.output_ids)
     assert {*rows_of_layers} <= {16, 19}
     logits = jax.nn.log_softmax(expected["logits"][-1])
@@ -603,17 +621,19 @@ def test_prompt_log_probabilities_need_all_layers(
 
 
 def test_warmup_compiles_steps_with_prompt_log_probabilities():
+    decoder = random_model(SMALL)
     sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104, num_pages=40)
-    engine = Engine(loaded("gemma4"), dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,)))
+    engine = Engine(decoder, dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,)))
     engine.warmup()
     before = engine.stats().compilations
-    *_, prompt = golden("gemma4").prompts
+    prompt = [*range(40)]
     engine.generate([prompt], GREEDY)
     engine.generate([prompt], dataclasses.replace(GREEDY, prompt_logprobs=1))
     assert engine.stats().compilations == before
 
 
-@pytest.mark.parametrize("name", some_slow("gemma4"))
+@pytest.mark.slow  # slow, because test_prompt_log_probabilities_need_all_layers runs several programs, too
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_of_several_programs_equal_transformers(name: str, several_programs: None):
     """Layers without a cache are programs of their own, which read the caches of earlier programs."""
     config = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40)
