@@ -115,7 +115,7 @@ def test_scores(backend: Backend, name: str) -> None:
     harness.assert_same_bits(got, scores(**inputs.arguments(poisoned=False)))
 
 
-@slow_cases("triton-decode, absent pages", "xla-trees of drafts", "xla-rows of all kinds")
+@slow_cases("triton-decode, absent pages", "triton-entries of 4 tokens", "xla-trees of drafts", "xla-rows of all kinds")
 @backends.every_case("index_top_k", CHOICES)
 @in_every_run(
     reference=["rows of all kinds", "bfloat16 over 8 bits"],

@@ -224,7 +224,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
 
 @slow_cases(
     "mosaic-8 bits", "mosaic-40 heads, wide latents", "mosaic-bfloat16 over 8 bits", "mosaic-bfloat16",
-    "mosaic-67 heads, pairs of tiles", "triton-float16, latents of 96",
+    "mosaic-67 heads, pairs of tiles", "mosaic-two caches, wide", "triton-float16, latents of 96",
 )  # fmt: skip
 @backends.every_case("mla_sparse", CASES)
 @in_every_run(
