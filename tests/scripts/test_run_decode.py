@@ -61,10 +61,12 @@ def printed(files):
         files / "plot",
     ]
     command += ["--profile", files / "trace" / "of" / "run"]
-    # The new process has none of the JAX settings of the tests, except their cache of compiled programs.
+    # The new process has none of the JAX settings of the tests, except their cache of compiled programs and their
+    # number of devices, which is part of the cache's keys. Later tests run the programs that this process compiles.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
     }
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "run_decode.py", *map(str, command)],
