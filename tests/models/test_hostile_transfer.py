@@ -209,8 +209,9 @@ def test_exception_of_the_receiving_thread_reaches_the_caller(error: BaseExcepti
 
 def test_threads_end_with_the_connection() -> None:
     """Closing a connection ends its threads, including a receiving thread that waits for room in a full inbox."""
+    engine, message = make(LATENT_KIND), layer_message(layers()[0])  # the threads of the first engine live longer
     before = set(threading.enumerate())
-    remote = started(make(LATENT_KIND), itertools.repeat(layer_message(layers()[0])))
+    remote = started(engine, itertools.repeat(message))
     remote.close()
     new = [thread for thread in threading.enumerate() if thread not in before]
     for thread in new:
