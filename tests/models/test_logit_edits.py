@@ -78,7 +78,7 @@ some_params = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     each=st.lists(st.tuples(tokens, tokens, some_params, st.booleans()), min_size=4, max_size=4),

@@ -110,7 +110,7 @@ def allowed_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: floa
     return allowed, sure & (np.abs(share - min_p) > 1e-5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     size=st.sampled_from([7, 300]),

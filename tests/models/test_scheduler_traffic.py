@@ -79,7 +79,7 @@ def run_traffic(limits: Limits, actions: list[tuple]) -> None:
 
 
 @traffic
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_random_traffic(limits, actions):
     run_traffic(limits, actions)
 

@@ -104,7 +104,8 @@ def test_positions_and_bits_of_elements(dtype: type):
     def digest(change: Change) -> str:
         return weight_digest(with_weight(model(QWEN3), EMBEDDING, change, dtype))
 
-    changes = [keep, exchange_rows, exchange_elements, reverse_columns, *map(flip, range(8 * np.dtype(dtype).itemsize))]
+    bits = 8 * np.dtype(dtype).itemsize
+    changes = [keep, exchange_rows, exchange_elements, reverse_columns, *map(flip, {*range(0, bits, 5), bits - 1})]
     digests = [digest(change) for change in changes]
     assert len({*digests}) == len(changes)
     assert digest(keep) == digests[0]

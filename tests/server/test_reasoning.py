@@ -58,7 +58,7 @@ MARKERS = [
 ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_division_of_the_text_has_no_effect(data):
     text = "".join(data.draw(st.lists(st.sampled_from(MARKERS), max_size=12)))

@@ -257,7 +257,7 @@ FRAGMENTS = {
 COMMON = ["<|im_end|>", "<", "\n", "a", "{", "}", '{"a": "b', '"}', "{}", "1", "\\u00", "tr", "ue", ", ", "go to"]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_division_of_the_text_has_no_effect(data):
     family = data.draw(st.sampled_from([*FRAGMENTS]))
@@ -269,7 +269,7 @@ def test_division_of_the_text_has_no_effect(data):
     assert calls_of(tool_call_parser(family, tools), parts_of(text, data.draw(cuts_of(text)))) == whole
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(st.sampled_from([*FRAGMENTS, None]), st.text(alphabet='<>|/_ {}"\\:,[]anolcm\n\u00e9\U0001f600', max_size=40))
 def test_text_without_markers_is_not_changed(family, text):
     if family == "gpt_oss" and (text.isspace() or "<|call|>" in text):
@@ -284,7 +284,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.booleans(), st.sampled_from([None, 1]), st.data())
 def test_json_arguments_are_unchanged(arguments, ascii_only, indent, data):
     text = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
@@ -300,7 +300,7 @@ def test_json_arguments_are_unchanged(arguments, ascii_only, indent, data):
     assert calls_of(tool_call_parser(family, TOOLS), parts) == [("clock", text)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=30), st.integers(), st.sampled_from(["qwen3_coder", "deepseek_v32", "glm"]), st.data())
 def test_values_without_quotation_marks_are_unchanged(city, days, family, data):
     calls = {
@@ -313,7 +313,7 @@ def test_values_without_quotation_marks_are_unchanged(city, days, family, data):
     assert (name, json.loads(arguments)) == ("weather", {"city": city, "days": days})
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(st.text(alphabet='{}[]:,"\\u0129-+.eEtruefalsn \n\x01', max_size=25))
 def test_json_object_accepts_what_the_json_module_accepts(text):
     text = "{" + text
