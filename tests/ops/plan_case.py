@@ -33,7 +33,31 @@ def plan(
     mode: Literal["balanced", "fixed"] | Any = "balanced",
     implementation: str = "xla",
 ) -> DecodePlan:
-    """Return a plan for sequences with `kv_lens` tokens, computed by `implementation`."""
+    """Return a plan for sequences with `kv_lens` tokens, computed by `implementation`.
+
+    XLA's plan is jitted, because its operations take longer to compile one by one.
+    """
+    static = {"page_size": page_size, "num_kv_heads": num_kv_heads, "num_programs": num_programs, "mode": mode}
+    if implementation != "xla":
+        return _plan(kv_lens, q_lens, window, None, implementation=implementation, **static)
+    heads, width = (window, None) if isinstance(window, HeadWindow) else (None, window)
+    return _jitted(kv_lens, q_lens, heads, width, implementation=implementation, **static)
+
+
+def _plan(
+    kv_lens: jax.Array,
+    q_lens: jax.Array | None,
+    heads: int | HeadWindow | None,
+    width: int | None,
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    num_programs: int,
+    mode: Any,
+    implementation: str,
+) -> DecodePlan:
+    """Return a plan with the window `heads`, or `width` if `heads` is None."""
+    window = width if heads is None else heads
     made_for = PlanKey(
         op="paged_decode",
         batch=kv_lens.shape[0],
@@ -55,6 +79,11 @@ def plan(
         implementation="mosaic_sm90",
     )
     return dispatch.run(call, implementation)
+
+
+_jitted = jax.jit(
+    _plan, static_argnames=("width", "page_size", "num_kv_heads", "num_programs", "mode", "implementation")
+)
 
 
 def arguments(

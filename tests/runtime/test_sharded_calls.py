@@ -42,13 +42,16 @@ def values(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
 
 
+write = jax.jit(pa.write_kv)  # the module makes its cases when it is imported; without jit, this took 3 s
+
+
 def kv_of(scales: Any = None) -> pa.PagedKV:
     sizes: dict[str, Any] = {"num_pages": N, "page_size": PS, "num_kv_heads": HKV, "head_dim": D}
     if scales is None:
         return pa.PagedKV(values(N, HKV, PS, D), values(N, HKV, PS, D) + 1)
     spec = pa.kv_cache_spec(**sizes, dtype=jnp.int8, scales=scales)
     slots = jnp.arange(N * PS, dtype=jnp.int32)
-    return pa.write_kv(pa.PagedKV.allocate(spec), values(N * PS, HKV, D), values(N * PS, HKV, D), slots)
+    return write(pa.PagedKV.allocate(spec), values(N * PS, HKV, D), values(N * PS, HKV, D), slots)
 
 
 def latents() -> pa.PagedLatent:
