@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -194,6 +195,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "pallas-attn info") -> i
     """
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     parser.add_argument("--lower", action="store_true", help=LOWER_HELP)
-    for line in lines(lower=parser.parse_args(argv).lower):
-        print(line)
+    lower = parser.parse_args(argv).lower
+    try:
+        for line in lines(lower=lower):
+            print(line, flush=True)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, needs no more lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails
     return 0

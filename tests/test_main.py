@@ -38,6 +38,20 @@ def test_module_without_arguments_prints_the_report() -> None:
     assert f"jax {jax.__version__}" in result.stdout.decode()
 
 
+@pytest.mark.slow
+def test_report_ends_without_error_if_its_reader_ends() -> None:
+    line = [sys.executable, "-m", "pallas_attn"]
+    with subprocess.Popen(
+        line, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait() == 0
+    assert "BrokenPipeError" not in errors
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     printed = capsys.readouterr().out

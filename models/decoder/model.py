@@ -589,7 +589,7 @@ def _apply_layer(
     return nnx.merge(graph, state)(x, inputs, cache, slots, step, choice)
 
 
-def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:
+def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[Any]]:
     """Split a module into its weights and a function that rebuilds the module from weights inside jit.
 
     The weights are a flat list, which has less overhead than a tree as an argument of a jitted call.
@@ -618,8 +618,8 @@ def shapes_of[Module: nnx.Module](module: Module) -> Module:
     return rebuild([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights])
 
 
-def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
-    """Split the model into a pure function and its weights.
+def split_model(model: Decoder) -> tuple[Step, list[Any]]:
+    """Split the model into a pure function and its weights, for the result of `shapes_of` into shapes.
 
     Jit the function with `jax.jit(step, donate_argnums=2)`, so that caches are written in place.
     """

@@ -15,7 +15,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ import pallas_attn.cache
 import pallas_attn.models.engine
 from pallas_attn.models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
 from pallas_attn.models.engine import engine as engine_module
+from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.logprob_list import LogprobList
 from pallas_attn.models.engine.request import NONFINITE, Request
 from pallas_attn.models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
@@ -85,6 +86,7 @@ class FakeResult:
     rows: list[RowTokens]
     logits: None = None
     is_sampled: bool = True
+    bucket: ClassVar[Bucket] = Bucket(1, 0)
 
     def sampled(self) -> list[RowTokens]:
         return self.rows

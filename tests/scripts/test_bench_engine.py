@@ -101,7 +101,7 @@ LARGE = ["--config", "v2-lite"]
         ([], ["--plot", "out.png"], "--head-windows"),
         ([], ["--contexts", "8"], "--config v2-lite"),
         ([], ["--windowed", "1"], "--head-windows"),
-        ([], ["--limit-seconds", "1"], "--config v2-lite and --head-windows"),
+        ([], ["--limit-seconds", "1"], "--config v2-lite and --head-windows and --shared-prefix"),
         (LARGE, ["--transformers", "python"], "small models"),
         (LARGE, ["--prompt-tokens", "8"], "small models"),
         (LARGE, ["--repeats", "1"], "small models"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 import threading
@@ -392,7 +391,7 @@ def test_requests_before_the_engine_is_ready(server: Running) -> None:
     engine.is_ready = True
 
 
-def test_server_is_ready_while_programs_are_compiled(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_ready_while_programs_are_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, compile_programs = threading.Event(), StepCompiler.compile
 
     def in_thread(self: StepCompiler, *arguments: Any) -> Any:
@@ -402,7 +401,7 @@ def test_server_is_ready_while_programs_are_compiled(folder: Path, llm: LLM, mon
         raise RuntimeError("no program")
 
     monkeypatch.setattr(StepCompiler, "compile", in_thread)
-    monkeypatch.setattr(llm.engine, "config", dataclasses.replace(llm.engine.config, background_compilation=True))
+    llm = load(folder, decode_buckets=(2, 4), background_compilation=True)
     names = [f"pallas_attn_{kind}_step_shapes" for kind in ("compiled", "pending", "failed")]
     with serving(folder, llm=llm) as server:
         assert complete(server, max_tokens=2).status_code == 200
