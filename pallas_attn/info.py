@@ -145,8 +145,8 @@ def lines(*, lower: bool = False) -> Iterator[str]:
     Operations share a reason, so the table has only the number of each reason.
 
     Args:
-      lower: whether kernels are traced and lowered. Otherwise an implementation runs a call if it launches its first
-        kernel, and the table does not show kernels that cannot be lowered.
+      lower: whether kernels are traced and lowered. Otherwise an implementation counts as supported if it launches a
+        kernel, even if the kernel cannot be lowered.
     """
     here, memory = device.current(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows = [("pallas_attn", __version__), ("device", device_words(here, memory)), ("versions", versions())]

@@ -13,8 +13,8 @@ Without --url, the script makes a model with random weights and a tokenizer with
 - JSON: users whose outputs follow a JSON schema.
 
 The client (`scripts/bench/engine/http_load.py`) and the HTTP server run in other processes. --url sends the same
-requests to another server with the API of OpenAI. --paced replaces the device by waiting, 20 ms per step in the
-example. It measures offline and users, and the processor time per token of the event loop and of the engine's thread.
+requests to another server with the API of OpenAI. --paced replaces the device by waits, 20 ms per step in the example.
+It measures offline, users, and the processor time per token of the event loop and of the engine's thread.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _compressor(config: DeepseekV4Config, index: int, name: str, width: int) -> 
 def _experts(
     config: DeepseekV4Config, index: int, name: str, split: ExpertSplit, device: int, vocab_size: int | None
 ) -> dict[str, Source]:
-    """Return the sources of a layer's experts. Every device has the whole router, with the experts of all tokens."""
+    """Return the sources of a layer's experts. Every device has the whole router, for all token ids."""
     experts, width, hidden = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     prefixes = [f"{name}.experts.{e}" for e in split.own(experts, device)]
 

@@ -97,8 +97,8 @@ def weight_sources(
       split: devices that the experts are split over.
       device: index of the device in `split`.
       contexts: number of devices that contexts are split over.
-      vocab_size: size of the vocabulary of the whole model; None for the size in `config`. Only the tables of experts
-        of DeepSeek-V4 depend on it.
+      vocab_size: size of the vocabulary of the whole model; None for the size in `config`. Only the tables from token
+        ids to experts of DeepSeek-V4 use it.
     """
     if isinstance(config, DeepseekV4Config):
         return v4_sources(config, split, device, vocab_size)

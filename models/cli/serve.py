@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], engine: EngineThread) -> int:
-    """Wait for the end of the HTTP server. Return its exit status. SIGTERM and SIGINT let it stop."""
+    """Wait for the end of the HTTP server, which SIGTERM and SIGINT stop. Return its exit status."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = [signal.signal(number, lambda received, _: signals.put(received)) for number in numbers]
@@ -145,7 +145,7 @@ def _wait(process: subprocess.Popen[bytes], engine: EngineThread) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[LLM, http_process.HttpSetup, Callable[[], object]]:
-    """Load the model. Return it, the arguments of the HTTP server, and the function to be called at the end."""
+    """Return the loaded model, the arguments of the HTTP server, and the function `at_end` of `EngineThread`."""
     if options.model is not None:
         with as_usage_error(ValueError):
             options.model = model_folder(options.model, options.revision)

@@ -240,8 +240,8 @@ class DeepseekV4Config:
         layers, and the compressor rows of HCA layers. Groups without layers are left out. Pages of all groups have the
         same number of tokens. The names of caches are the fields of `CompressedCache`.
 
-        An unfinished block is in the page of the next token, because a page has whole blocks. Compressor rows of HCA
-        layers therefore have a window of 1 token: the page of the next token. CSA layers also need the block before.
+        An unfinished block is in the page of the next token, because a page has whole blocks. The window of compressor
+        rows in HCA layers is therefore 1 token, which keeps this page. CSA layers also need the block before.
         """
         layers = range(self.num_hidden_layers)
         compressed = tuple(layer for layer in layers if self.rate(layer))
@@ -323,7 +323,8 @@ class DeepseekV4Config:
 
         A page has the rows of its newest tokens: position p has row p % (number of rows) of its page. The number is
         twice the window. A step with at most `most_queries` tokens of a sequence then overwrites no row that the step
-        reads, or that is needed if its drafts are rejected. Pages of another size have one row per token.
+        reads, or that is needed if its drafts are rejected. If the number does not divide `page_size`, a page has one
+        row per token.
         """
         rows = 2 * self.state_window(layer)
         return page_size if page_size % rows else rows

@@ -97,13 +97,13 @@ def _angles(positions: Int32[Array, "T"], frequencies: Float32[np.ndarray, "half
 class StateRows:
     """Places of the compressor rows of a step's tokens, for all layers of a kind.
 
-    A page of `DeepseekV4Config.state_rows` rows consists of pages of `page_size` rows for `compress_and_write`.
+    `compress_and_write` gets each page of `DeepseekV4Config.state_rows` rows as smaller pages of `page_size` rows.
 
     Attributes:
       tables: block tables [S, P] of the smaller pages. If `slots` is given, only the pages up to the page of the first
         new token are present.
-      slots: int32 [T], slots of the rows that are written after `compress_and_write`, which are the newest rows of each
-        page; -1 for other rows. None if `compress_and_write` writes all rows.
+      slots: int32 [T], slots of the newest rows of each page, which are written after `compress_and_write`; -1 for
+        other rows. None if `compress_and_write` writes all rows.
       page_size: rows per smaller page.
     """
 
@@ -167,7 +167,7 @@ def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) ->
 
 
 def check_queries(config: DeepseekV4Config, queries: int, page_size: int) -> None:
-    """Raise NotImplementedError if decode rows of `queries` tokens, with drafts, overwrite rows that are needed."""
+    """Raise NotImplementedError if decode rows of `queries` tokens would overwrite compressor rows that are needed."""
     most = config.most_queries(page_size)
     if most is not None and queries > most:
         raise NotImplementedError(
@@ -186,10 +186,10 @@ def _state_rows(
 ) -> StateRows:
     """Return the places of compressor rows of the layers of a kind.
 
-    `compress_and_write` reads rows of earlier steps while it writes rows of new tokens. A decode row has few tokens,
-    whose rows have other places than the rows that are read. A chunk of a prompt may have more tokens than a page has
-    rows. Therefore `compress_and_write` gets only the pages up to the page of the first new token, and the newest rows
-    of each page are written afterwards. The tokens of earlier rows of the chunk are pooled from the chunk itself.
+    `compress_and_write` reads rows of earlier steps while it writes rows of new tokens. The few tokens of a decode row
+    overwrite no row that is read. A prompt chunk may have more tokens than a page has rows. Therefore
+    `compress_and_write` gets only the pages up to the page of the first new token, and the newest rows of each page are
+    written afterwards. Entries that need other new rows read these rows from the chunk itself.
 
     Args:
       config: configuration of the model.
@@ -208,8 +208,8 @@ def _state_rows(
     smaller = jnp.where(pages >= 0, pages * parts + number % parts, PAGE_NONE)
     if starts is None:
         return StateRows(smaller, None, window)
-    # The slots of a sequence are consecutive within a page: token t is not among the newest `window` tokens of its
-    # sequence and page if token t + window has the slot `window` later, in the same page.
+    # The slots of a sequence are consecutive within a page. If token t + window has the slot of token t plus `window`,
+    # in the same page, then token t is not among the newest `window` tokens of this sequence and page.
     later = jnp.pad(slots[window:], (0, min(window, slots.shape[0])), constant_values=PAGE_NONE)
     ends_page = slots % page_size >= page_size - window
     is_newest = (slots >= 0) & (ends_page | (later != slots + window))

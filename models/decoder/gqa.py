@@ -57,7 +57,7 @@ class GQAStep:
     Attributes:
       metadata: metadata of the step.
       tables: block tables and cache slots of the group.
-      plan: decode plan of the decode rows; None without decode rows, and if `has_cascade`.
+      plan: decode plan of the decode rows; None without decode rows or with `has_cascade`.
       decode_kv_lens: [Bd], number of cached tokens of each decode row on this device, including the tokens of this
         step.
       window: attention window of the layers of the group.

@@ -88,8 +88,7 @@ class StreamHead(nnx.Module):
 def flat_streams(streams: Float[Array, "T N D"]) -> Float[Array, "T ND"]:
     """Return all streams of each token as one row.
 
-    The row is projected before it is divided by its root mean square: `project` reads bfloat16 rows, and the division
-    is a factor per token of the logits.
+    The logits, not the row, are divided by the row's root mean square. `project` can then read rows in bfloat16.
     """
     return streams.reshape(streams.shape[0], -1)
 

@@ -329,7 +329,7 @@ class Decoder(nnx.Module):
         if tokens.shape != metadata.positions.shape:
             raise ValueError(f"tokens: expected {metadata.num_tokens} as metadata has, got {list(tokens.shape)}")
         metadata.check()
-        if not isinstance(self.config, DeepseekV4Config):  # attends to the slots of each token, in any row
+        if not isinstance(self.config, DeepseekV4Config):  # V4 attends to slots of each token, in any row
             metadata = rows_to_attend(metadata, self.settings, self.contexts)
         x = self.embed(tokens)
         if isinstance(self.config, Gemma4Config):

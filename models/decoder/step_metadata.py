@@ -57,9 +57,9 @@ class StepMetadata:
       decode_draft_mask: bool [Bd, Q, Q], for trees of drafts: entry [b, i, j] is True if token i of row b sees token j
         of the row. None if each token sees the tokens of its row up to itself. The cache slots of a row are consecutive
         and in order of j, also where positions are not.
-      shared_pages: [], number of leading columns of the decode block tables that are equal in all decode rows that are
-        not idle, in the cache group without windows. The layers of this group then call `cascade_decode`. None for
-        `paged_decode`. Only steps with Q = 1 and without prefill tokens and draft masks may have it.
+      shared_pages: [], number of leading pages that all decode rows which are not idle share in the cache group without
+        windows. The layers of this group then call `cascade_decode`. None for `paged_decode`. Must be None with Q > 1,
+        prefill tokens or draft masks.
       cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, starting at 0, not at Bd. Prefill tokens
         at or past its last entry are padding.
       prefill_kv_lens: [S], number of tokens of each sequence including this step; 0 for an idle row.

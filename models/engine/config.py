@@ -87,8 +87,8 @@ class EngineConfig:
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
-        with several buckets; cascade_attention with batch_invariant, because both forms of attention round differently,
-        or with speculate, because `cascade_decode` has no drafts; or the mesh has an unknown axis.
+        with several buckets; cascade_attention with batch_invariant, because `cascade_decode` rounds differently, or
+        with speculate, because its programs have no drafts; or the mesh has an unknown axis.
     """
 
     num_pages: int = 512

@@ -367,13 +367,13 @@ class Engine:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether programs are compiled in the background, or steps do not use all of them yet. While this is true and
-        no request is unfinished, `take_compiled` should be called from time to time."""
+        """Whether programs are compiled in the background, or are not all available to steps. While this is true and no
+        request is unfinished, call `take_compiled` from time to time."""
         return self._is_compiling
 
     def take_compiled(self) -> None:
-        """Make one more shape available to steps, if one has been compiled in the background. On a GPU this runs the
-        program. `step` does the same; this method is for the time without requests."""
+        """Make one more shape available to steps, if one has been compiled in the background. On a GPU, first run its
+        program. `step` does the same. Call this method while no requests run."""
         if self._is_compiling:
             with self._changing():
                 self._take_compiled()
@@ -390,8 +390,8 @@ class Engine:
             gc.freeze()
 
     def close(self) -> None:
-        """End the compilation in the background. The call waits for the shape that is being compiled. The engine can be
-        used further, with the programs that are compiled."""
+        """End the compilation in the background, after the shape that is being compiled. Steps can still run, with the
+        compiled programs."""
         self._runner.stop_background()
 
     def add_request(
@@ -592,8 +592,8 @@ class Engine:
             `Engine.weights`. The leaves are jax or numpy arrays with the shapes and dtypes of the old weights. Arrays
             with another sharding or on another device are copied to the devices of the engine.
           draft: new weights of the proposer, in the same forms: the draft model, or the `MTP` module. None keeps the
-            weights that the proposer does not share with the model. Drafts affect no token, but old draft weights guess
-            worse.
+            weights that the proposer does not share with the model. The tokens are the same, but fewer drafts may be
+            accepted.
           running: what happens to requests that have keys and values computed with the old weights.
             "recompute": their pages are released, and the keys and values of the prompt and of all generated tokens are
             computed again. The next tokens are the tokens of a new engine whose prompt ends with the tokens generated

@@ -314,7 +314,7 @@ class Runner:
             self._warm_up()
 
     def covering_buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Return few buckets. Each step fits into one of them, also if it computes log probabilities of its prompts."""
+        """Return few buckets. Each step fits into one of them, even with log probabilities of its prompts."""
         return self._config.covering_buckets(all_logits)
 
     def compile_in_background(self, buckets: Sequence[Bucket]) -> None:
@@ -360,8 +360,7 @@ class Runner:
 
     @property
     def num_pending(self) -> int:
-        """Number of buckets that the thread of `compile_in_background` compiles or has compiled and steps do not use
-        yet."""
+        """Number of buckets that `take_compiled` may still make available to steps."""
         return 0 if self._background is None else self._background.num_pending
 
     @property
@@ -371,7 +370,7 @@ class Runner:
 
     def prompt_sizes(self, all_logits: bool = False) -> tuple[int, ...]:
         """Return the numbers of prompt tokens to which steps are padded, ascending. Until `compile_in_background` is
-        complete, these are the numbers all of whose buckets are compiled, and the largest."""
+        complete, a number below the largest is returned only if all its buckets are available."""
         sizes, compiled = self._config.prefill_buckets, self._programs.forward
         if self._background is None:
             return sizes

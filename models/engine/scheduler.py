@@ -281,7 +281,8 @@ class Scheduler:
 
         Args:
             running: What happens to requests that have keys and values: "recompute" preempts them, "keep" continues
-                with these keys and values, and does not publish their pages, and "abort" ends them.
+                with these keys and values without publishing their pages, "abort" ends them. It also ends preempted
+                requests with output tokens.
 
         Returns:
             The requests that were ended.

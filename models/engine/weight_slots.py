@@ -70,7 +70,7 @@ class WeightSlots:
 
         Args:
           new: the new weights.
-          released: has the present weights, which are released one by one; None to leave them unchanged.
+          released: compiler whose present weights are released one by one; None to release no weight.
           copy: as in `Runner.place_weights`.
         """
         placed: list[Any] = [None] * len(new.model)
@@ -87,7 +87,7 @@ class WeightSlots:
                 placed[self._shared[i]] if i in self._shared else _placed(array, shape, copy=copy)
                 for i, (array, shape) in enumerate(zip(new.draft, self._draft.values(), strict=True))
             ]
-        # Errors of the copies must be raised before the present weights are given up, and afterwards the caller may
+        # Errors of the copies must be raised before the present weights are replaced. After this call, the caller may
         # change, donate or delete the originals.
         jax.block_until_ready((placed, draft))
         return NewWeights(placed, draft)
@@ -138,8 +138,8 @@ def _checked(argument: str, given: Any, wanted: Shapes) -> list[Any]:
 
 
 def _placed(array: Array | np.ndarray, shape: jax.ShapeDtypeStruct, *, copy: bool) -> Array:
-    """Copy an array to the devices and the sharding of a weight. Without `copy`, return an array that is there
-    already."""
+    """Copy an array to the devices and the sharding of a weight. Without `copy`, return an array that already has
+    them."""
     sharding: Any = shape.sharding
     if not copy and isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
         return array

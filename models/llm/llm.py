@@ -310,8 +310,8 @@ class LLM:
           weights: a tree of arrays as for `Engine.update_weights`; or a path or Hub repository as for `LLM`, from which
             weights are loaded. Its config.json must describe the same model, but its weights may be quantised in
             another way, or not at all.
-          draft, running, copy, in_place: as in `Engine.update_weights`. Weights from files are in memory twice until
-            the old ones are released, so `in_place` and `copy` need a tree.
+          draft, running, copy, in_place: as in `Engine.update_weights`. `in_place=True` and `copy=False` need a tree,
+            because weights from files are loaded before the old weights are released.
 
         Raises:
           ValueError: as `Engine.update_weights`; or the folder has no valid checkpoint, or the checkpoint of another
@@ -333,7 +333,7 @@ class LLM:
         """
         own, given = dataclasses.asdict(self._config), dataclasses.asdict(load_config(folder))
         for name in given:
-            # Differences in the format of the files end with the load. The head is compared by the engine.
+            # The loaded weights do not depend on the file format. The engine compares the output head.
             if name not in _FILE_FORMAT and given[name] != own.get(name):
                 raise ValueError(f"weights: expected {name}={own.get(name)} as the engine's model, got {given[name]}")
         return load_model(folder, self.dtype, mesh=self.engine.config.mesh)

@@ -36,9 +36,9 @@ class ServedRequest:
       prompts: the prompts.
       salt: salt of the prefix cache.
       is_streamed: whether `batches` yields parts as soon as they arrive; otherwise when an output ends.
-      send_now: function that sends parts to the client without waiting, or returns False and does nothing if this is
-        not possible; None to send all parts with `batches`. It is called while the reader of `batches` waits, with
-        parts that end no output.
+      send_now: function that sends parts to the client without waiting. If this is not possible, it does nothing and
+        returns False. It is called only while the reader of `batches` waits, with parts that end no output. None to
+        send all parts with `batches`.
       num_unread: number of tokens of a stream that have arrived, but not been sent or taken from `batches`.
       request_id: id in messages; -1 before `EngineClient.add`.
       arrived_s: time of arrival of the request (`time.perf_counter`).
@@ -130,7 +130,7 @@ class EngineClient:
 
     Attributes:
       state: the newest state of the engine.
-      is_ready: whether no step compiles a program any more.
+      is_ready: whether no later step waits for a compilation.
       failure: reason why the engine has ended; None while it runs, and after `stop`.
       ended: set when the engine has ended.
 

@@ -8,8 +8,8 @@ The thread repeats:
     deltas = stream.take() for each stream
     send(StepResults(deltas))                # one message per step
 
-Threads share Python's global lock, so no other thread of the process works per token. Two kinds of threads work per
-request: one reads the socket, and others prepare prompts.
+Threads share Python's global lock, so no other thread of the process works per token. Other threads work per request:
+one reads the socket, and two prepare prompts.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class EngineThread:
             threading.Thread(target=self._watch, args=(limits.step_s,), name="engine watch", daemon=True).start()
 
     def request_stop(self) -> None:
-        """Let the HTTP server stop, which then stops the engine. A second call ends its grace time."""
+        """Let the HTTP server stop, which then stops the engine. A second call ends the grace time."""
         self._socket.send(Stop())
 
     def thread_runs(self) -> bool:
-        """Return whether the thread has not ended, for example because the device does not end a step. Wait a second
-        for the last instructions of the thread."""
+        """Wait up to one second for the end of the thread. Return whether the thread still runs, for example because the
+        device does not end a step."""
         self._thread.join(1.0)
         return self._thread.is_alive()
 

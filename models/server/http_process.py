@@ -59,7 +59,7 @@ def start(setup: HttpSetup, listener: socket.socket, end: socket.socket) -> subp
         pass_fds=sockets,
         # The process imports jax and uses no device.
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        process_group=0,  # Ctrl-C must reach the engine's process only, which lets this process stop
+        process_group=0,  # Ctrl-C must reach the engine's process only, which then sends `Stop`
     )
     if process.stdin is not None:
         with process.stdin:
@@ -68,7 +68,7 @@ def start(setup: HttpSetup, listener: socket.socket, end: socket.socket) -> subp
 
 
 def main() -> int:
-    """Serve until the engine's process lets this process stop or ends. Return the exit status."""
+    """Serve until the engine's process sends `Stop` or ends. Return the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def log_to_stderr() -> None:
-    """Print the log of the server."""
+    """Print log messages to standard error."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     for name in ("pallas_attn.server", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.INFO)

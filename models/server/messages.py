@@ -43,7 +43,7 @@ class Part(NamedTuple):
     Attributes:
       prompt: number of the prompt in its request.
       delta: tokens and text.
-      cached_tokens: number of prompt tokens found in the prefix cache, in the last part of the first output.
+      cached_tokens: number of prompt tokens found in the prefix cache; 0 except in the last part of the first output.
       prompt_logprobs: log probabilities of the prompt in the first part of the first output, if requested.
     """
 
@@ -81,11 +81,11 @@ class Abort(Message):
 
 
 class Stop(Message):
-    """End after the current step. To the HTTP server: a signal has arrived."""
+    """To the engine: end after the current step. To the HTTP server: stop, because a signal has arrived."""
 
 
 class Ready(Message):
-    """No step compiles a program any more."""
+    """No later step waits for a compilation."""
 
     state: EngineState
 
@@ -133,7 +133,7 @@ class EngineSocket:
         self._socket, self._file, self._lock = end, end.makefile("rb"), threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send a message. Nothing happens if the HTTP server has ended, which `receive` reports."""
+        """Send a message. Drop it if the HTTP server has ended; `receive` reports the end."""
         content = frame(message)
         with contextlib.suppress(OSError), self._lock:
             self._socket.sendall(content)

@@ -1,9 +1,9 @@
 """Tracing of calls without the bodies of their kernels.
 
-Implementations raise NotImplementedError for unsupported calls before they launch a kernel. The result of this decision
-therefore needs no kernel body, whose tracing takes most of the time of a trace. Within `without_bodies()`,
+Implementations raise NotImplementedError for unsupported calls before they launch a kernel. To find out whether a call
+is supported, no kernel body has to be traced, which would take most of the time. Within `without_bodies()`,
 `plgpu.kernel` and `pallas_attn.triton.launch.launch` return zeros of the shapes and dtypes of a kernel's results. The
-context is meant for abstract traces (`jax.eval_shape`), whose values nobody reads.
+context is meant for abstract traces (`jax.eval_shape`), whose values are not used.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def zeros(types: Any) -> Any:
 
 
 def _shapes_only(*, out_type: Any = (), **options: Any) -> Callable[..., Any]:
-    """Return a function with the results' shapes of `plgpu.kernel` with these options."""
+    """Return a function that replaces the result of `plgpu.kernel` and returns zeros."""
     return lambda *operands: zeros(out_type)

@@ -10,8 +10,8 @@ or loading it from the cache. Calls are not executed.
 With `--engine`, an engine with random weights and default sizes is measured in four new processes: with and without
 compilation in the background, each with empty and with filled cache folders. The report has the seconds of
 `Engine.warmup` until the engine is ready and until all programs are compiled, the CPU seconds of the process in this
-time, and the number of programs that XLA compiled or loaded. Requests run before all programs are compiled, and the
-longest time between two tokens is measured while they are compiled and afterwards. With `--info`, the report has the
+time, and the number of programs that XLA compiled or loaded. Requests run during and after the compilation in the
+background, and the report has the longest times between two tokens. With `--info`, the report has the
 seconds of the commands `pallas-attn info` and `pallas-attn info --lower`.
 """
 

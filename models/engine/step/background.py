@@ -1,8 +1,8 @@
 """Compilation of step programs in a thread, while the engine runs steps with the programs that are compiled already.
 
-The thread compiles one bucket (padded shape of a step) after the other. The thread that runs steps takes the compiled
-buckets with `next_compiled` and `taken`; nothing else is shared. XLA compiles without Python's global lock. Tracing and
-lowering hold it, so a step that runs at the same time may wait for some milliseconds.
+The thread compiles one bucket (padded shape of a step) after the other. The engine's thread, which runs steps, takes
+compiled buckets with `next_compiled` and `taken`. XLA compiles without Python's global lock. Tracing and lowering hold
+the lock, so a step that runs at the same time may wait for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOGGER = logging.getLogger("pallas_attn.engine")
 class BackgroundCompiler:
     """Compiles buckets in a thread.
 
-    The thread ends when all buckets are compiled, and before the next bucket after `stop` or after the end of the main
-    thread. XLA cannot be interrupted, so the end may have to wait for the bucket that is being compiled.
+    The thread ends when all buckets are compiled. After `stop` or the end of the main thread, it ends before the next
+    bucket. XLA cannot be interrupted, so the thread first compiles its current bucket.
 
     A bucket whose compilation fails is logged and skipped.
     """
@@ -36,7 +36,7 @@ class BackgroundCompiler:
         """Start the thread.
 
         Args:
-          programs: compiler of the programs. The thread stores all programs in it except the forward programs.
+          programs: compiler of the programs. The thread stores programs in `programs.shared`, not in `programs.forward`.
           buckets: the buckets in the order of their compilation, each with the split of its steps.
           state: shapes of the runner's arrays, from `StepCompiler.shapes`.
         """
@@ -52,7 +52,7 @@ class BackgroundCompiler:
 
     @property
     def num_pending(self) -> int:
-        """Number of buckets that have not been taken and may still be compiled."""
+        """Number of buckets that may still be taken."""
         if not self._thread.is_alive():
             return len(self._compiled)
         return len(self._buckets) - self._num_taken - self.num_errors

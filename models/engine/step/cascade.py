@@ -1,4 +1,4 @@
-"""The choice of decode steps that call `cascade_decode`, which reads the pages that all sequences share once.
+"""The choice of decode steps that call `cascade_decode`, which reads pages once if all sequences share them.
 
 Sequences share the pages of their common prefix: samples of one prompt share the prompt, and requests of one
 application share its system prompt. The host counts the shared pages of each decode step from the block tables. If
@@ -75,8 +75,8 @@ class CascadeSteps:
           plans: plan of each data rank; None for a rank without rows.
 
         Returns:
-          The bucket of the step, and for each data rank the number of pages that all its sequences share; no numbers
-          if the bucket has no `cascade`.
+          The bucket of the step, and for each data rank the number of pages that all its sequences share. The list is
+          empty without `Bucket.cascade`.
         """
         cascade = dataclasses.replace(bucket, cascade=True)
         if cascade in self.buckets:

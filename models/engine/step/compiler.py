@@ -113,8 +113,8 @@ class StepCompiler:
 
     @staticmethod
     def shapes(state: RunnerState) -> RunnerState:
-        """Return shapes, dtypes and shardings of the arrays of a runner, with which another thread can compile while
-        steps replace the arrays. The programs are the same."""
+        """Return shapes, dtypes and shardings of the arrays of a runner. `compile` makes the same programs from them,
+        also in another thread while steps replace the arrays."""
 
         def shape(array: Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if array.committed else None)

@@ -71,7 +71,7 @@ def cascade_decode(
         shared.
       min_saved_bytes: minimum number of bytes of page reads that a cascade must save; otherwise the call runs
         `paged_decode` alone. If `shared_pages` is an array or None, the bytes are computed as if all pages were shared.
-        None for 192 MiB, which was measured on an H100.
+        None for 192 MiB, the limit from measurements on an H100.
       sm_scale: factor of the scores; None for D**-0.5.
       sinks: float32 learned logits, one per query head, which are added to the softmax denominator, neither scaled nor
         capped.

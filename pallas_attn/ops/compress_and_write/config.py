@@ -7,7 +7,7 @@ import dataclasses
 from pallas_attn.runtime import tuning
 
 TILE_ELEMENTS = 8192
-"""Maximum number of contents (and of gates) that a program loads at a time: 32 for each of 256 threads."""
+"""Maximum number of contents, and of gates, in a tile of rows: 32 for each of 256 threads."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ block, it computes the block's entry:
 The rows are loaded before their slots. Finding the slot of a token takes several dependent loads (sequence, position,
 page), which otherwise would delay the row.
 
-A program reads only rows of earlier calls from the state, and no program of this call writes them. Entries of different
-programs have different slots. So there are no barriers.
+From the state, a program reads only rows of earlier calls, which no program of this call overwrites. Entries of
+different programs have different slots. So programs do not wait for each other.
 """
 
 from __future__ import annotations

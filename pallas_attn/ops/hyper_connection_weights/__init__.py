@@ -38,7 +38,7 @@ def hyper_connection_weights(
       mix = mix / (column sums + eps)
       repeat iterations - 1 times:  mix = mix / (row sums + eps);  mix = mix / (column sums + eps)
 
-    The rows and columns of `mix` have sums close to 1 (Sinkhorn and Knopp). Everything is computed in float32.
+    The sums of rows and columns of `mix` approach 1 (Sinkhorn and Knopp). Everything is computed in float32.
 
     Args:
       logits: projection of the flattened streams of each token, before the division by their root mean square.

@@ -6,7 +6,7 @@ A program is one warp, which handles some tokens. It loads all logits, then comp
     mix = softmax(...)                                  # [tokens, n, n]
     repeat: mix = mix / row sums;  mix = mix / column sums
 
-A thread has whole rows of `mix`. Column sums add rows of up to n threads of the warp with shuffles. The kernel uses no
+For n = 4, a thread has a row of `mix`. Column sums add the rows of several threads with shuffles. The kernel uses no
 shared memory and no barriers.
 """
 

@@ -14,7 +14,7 @@ from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.step.result import StepResult
 
 LAUNCH_SHARE = 0.4
-"""Share of a step's time for which a launch waits, like XLA, which launches kernels without Python's global lock."""
+"""Share of a step's time for which a launch waits without Python's global lock, like XLA's launches of kernels."""
 
 PROMPT_TOKEN_S = 1e-5
 """Seconds of a step for each prompt token of its bucket."""
@@ -27,7 +27,7 @@ class PacedRunner:
 
     Args:
       engine: the engine, on one device, without drafts. Its steps need not be compiled.
-      tokens: token ids that are generated in turn.
+      tokens: token ids that are generated cyclically.
       step_s: seconds of a step without prompts.
     """
 

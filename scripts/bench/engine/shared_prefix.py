@@ -3,7 +3,7 @@
 A case is a number of requests with a prefix that all of them share, such as a system prompt, and `OWN_TOKENS` further
 prompt tokens. An unmeasured request computes the prefix first, so that the prefix cache has it. The requests then run
 on two engines with the same model, in interleaved runs: "on" has `EngineConfig.cascade_attention`, "off" has not. Only
-steps in which all requests decode are measured. A case without a prefix measures the cost of the unsuccessful search.
+steps in which all requests decode are measured. A case without a prefix measures the cost of counting shared pages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SIZES = {
     "cpu": SharedPrefixSizes((4,), (0, 256), new_tokens=16, page_size=16, step_tokens=256),
     "gpu": SharedPrefixSizes((4, 16, 64), (0, 2048, 8192, 32768)),
 }
-"""Sizes by jax backend. On a CPU, run it with `AttentionSettings.cascade_saved_bytes`, because the caches are small."""
+"""Sizes by jax backend. On a CPU, set a low `AttentionSettings.cascade_saved_bytes`, because the caches are small."""
 
 
 def run(

@@ -60,8 +60,8 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
     """Time FlashMLA's sparse kernels for Hopper: decode for fp8 caches, prefill for 16-bit caches.
 
     Not timed are the conversion of our latents to records, the schedule, which depends on sizes only, and the
-    concatenation of `q_latent` and `q_rope`. The prefill kernel reads one cache: for cases with a window, both caches
-    are concatenated before.
+    concatenation of `q_latent` and `q_rope`. The prefill kernel reads one cache, so in cases with a window both caches
+    are concatenated before the measurement.
     """
     if (case.latent_dim + case.rope_dim, case.value_dim) not in ((576, 512), (512, 512)) or case.page_size != PAGE_SIZE:
         raise NotImplementedError(
