@@ -112,8 +112,8 @@ class EngineThread:
         self._socket.send(Stop())
 
     def thread_runs(self) -> bool:
-        """Wait up to one second for the end of the thread. Return whether the thread still runs, for example because the
-        device does not end a step."""
+        """Wait up to one second for the end of the thread. Return whether the thread still runs, for example because
+        the device does not end a step."""
         self._thread.join(1.0)
         return self._thread.is_alive()
 

@@ -80,8 +80,8 @@ class EngineTransfers:
         return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
 
     def check_idle(self) -> None:
-        """Raise NotImplementedError if pages are received or reported. These pages belong to the present weights, so the
-        weights cannot be replaced."""
+        """Raise NotImplementedError if pages are received or reported. These pages belong to the present weights, so
+        the weights cannot be replaced."""
         if self.feed is not None and self.feed.is_open:
             raise NotImplementedError(
                 "weights: the consumer of watch_written expects pages of the present weights; close the feed first"

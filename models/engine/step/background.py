@@ -36,7 +36,7 @@ class BackgroundCompiler:
         """Start the thread.
 
         Args:
-          programs: compiler of the programs. The thread stores programs in `programs.shared`, not in `programs.forward`.
+          programs: compiler of the programs. The thread stores programs in `programs.shared`, not `programs.forward`.
           buckets: the buckets in the order of their compilation, each with the split of its steps.
           state: shapes of the runner's arrays, from `StepCompiler.shapes`.
         """
