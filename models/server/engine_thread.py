@@ -126,7 +126,8 @@ class EngineThread:
                 while True:
                     message = self._socket.receive()
                     if isinstance(message, Add):
-                        self._preparing.add(message.request_id)
+                        with self._lock:
+                            self._preparing.add(message.request_id)
                         workers.submit(self._prepare, message)
                     elif isinstance(message, Abort):
                         with self._lock:
@@ -236,7 +237,6 @@ class EngineThread:
     def _take_commands(self, ended: dict[int, RequestError | None]) -> EngineEnded | None:
         """Process all commands. Wait for a command if there is no other work. Return the command to end, if any."""
         block = not (self._llm.has_unfinished or self._llm.engine.has_unfinished or self._closing)
-        timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
         timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
         while True:
             try:

@@ -96,7 +96,8 @@ class Target:
 
 
 def values(*shape: int, seed: int = 0, dtype: Any = jnp.bfloat16) -> Any:
-    return jnp.asarray(harness.HALF_SCALE * np.random.default_rng((*shape, seed)).standard_normal(shape), dtype)
+    drawn = harness.HALF_SCALE * np.random.default_rng((*shape, seed)).standard_normal(shape)
+    return jnp.asarray(drawn.astype(dtype))  # a cast by jax would compile for each shape
 
 
 def ints(*numbers: Any) -> np.ndarray:

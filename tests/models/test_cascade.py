@@ -102,7 +102,7 @@ def test_system_prompt_has_the_tokens_of_lone_requests() -> None:
     assert sum(cascades(engine)) == before
 
 
-@slow_cases("1", "2")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_changing_batches_have_the_tokens_of_lone_requests(seed: int) -> None:
     """Requests with a common prefix and other requests arrive, end, are aborted and are preempted."""

@@ -623,7 +623,8 @@ def test_prompt_log_probabilities_need_all_layers(
 def test_warmup_compiles_steps_with_prompt_log_probabilities():
     decoder = random_model(SMALL)
     sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104, num_pages=40)
-    engine = Engine(decoder, dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,)))
+    sizes = dataclasses.replace(sizes, decode_buckets=(3,), prefill_buckets=(16,), separate_prefill=False)
+    engine = Engine(decoder, sizes)
     engine.warmup()
     before = engine.stats().compilations
     prompt = [*range(40)]

@@ -84,7 +84,7 @@ def split_steps(engine: Engine) -> list[StepPrograms]:
     return [step for step in engine._runner._programs.forward.values() if isinstance(step, StepPrograms)]
 
 
-@slow_cases("choices that are shared", "a dense layer and four of experts")
+@pytest.mark.slow  # slow, because a test of test_gemma runs several programs and compares with transformers
 @pytest.mark.parametrize("name", FAMILIES)
 def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.FixtureRequest) -> None:
     config, lengths, num_programs = FAMILIES[name]

@@ -127,11 +127,8 @@ def test_random_model_depends_on_context():
     assert len(set(np.argmax(np.concatenate(reference()), axis=-1))) > 30
 
 
-@pytest.mark.parametrize(
-    "mla",
-    # absorb and expand are slow, because auto uses both.
-    ["auto", *(pytest.param(mla, marks=pytest.mark.slow) for mla in ("absorb", "expand"))],
-)
+@pytest.mark.slow  # slow, because random traffic of test_engine has chunks, decode rows and both, with mla="auto"
+@pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
 def test_chunks_and_decode_rows_equal_whole_prefill(mla):
     """Logits equal a prefill of whole sequences in one step.
 

@@ -39,7 +39,7 @@ def mesh_of(kind: str, **axes: int) -> jax.sharding.Mesh:
 
 
 def values(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape, np.float32))
 
 
 write = jax.jit(pa.write_kv)  # the module makes its cases when it is imported; without jit, this took 3 s

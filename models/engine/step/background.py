@@ -42,8 +42,7 @@ class BackgroundCompiler:
         """
         self._programs, self._buckets, self._state = programs, dict(buckets), state
         self._compiled: deque[tuple[Bucket, Any]] = deque()
-        self._num_ended = self._num_taken = 0
-        self.num_errors = 0
+        self._num_taken = self.num_errors = 0
         self._is_stopping = threading.Event()
         device = jax.config.jax_default_device  # a setting of a `with` block applies to one thread
         context = contextvars.copy_context()
