@@ -1,7 +1,7 @@
 """Compile cases of the compile gate and print their reports.
 
 python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]
-python -m tests.aot --record          # compile the cases of `make test` and write tests/aot/recorded.json
+python -m tests.aot --record          # compile the cases of `make test` and write recorded.json, recorded_triton.json
 
 A case is a call that must compile without a GPU. A report has the resources of its kernels (`report.py`).
 """
@@ -14,11 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from tests.aot import triton_cases, triton_compile
 from tests.aot.case import Tile
 from tests.aot.cases import CASES, IN_EVERY_RUN, ON_BOTH_PLUGINS
 from tests.aot.environment import PLUGINS, missing
 from tests.aot.gate import Compiler, record
 from tests.aot.report import Report, complaints
+from tests.aot.triton_compile import TritonCompiler
 
 
 def listing(report: Report, tile: Tile) -> str:
@@ -51,8 +53,8 @@ def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> b
 
 
 def record_reports() -> int:
-    """Compile the cases of `make test` whose code changed. Write recorded.json if all cases of `make test` pass. Return
-    the exit status.
+    """Compile the cases of `make test` whose code changed. Write recorded.json and recorded_triton.json if all cases of
+    `make test` pass. Return the exit status.
     """
     reports: dict[str, dict[str, Report]] = {}
     wrong = 0
@@ -67,8 +69,17 @@ def record_reports() -> int:
             for complaint in complaints(report, CASES[name]):
                 print(f"{name} ({plugin}) FAILS: {complaint}")
                 wrong += 1
+    triton, reports_of_triton = TritonCompiler(recorded=True), {}
+    for case, card in sorted(triton_cases.IN_EVERY_RUN):
+        reports_of_triton[case, card] = kernels = triton.kernels(case, card)
+        spills = triton_cases.SPILLS.get((case, card), 0)
+        for complaint in triton_compile.complaints(kernels, triton_cases.TRITON_CASES[case], card, spills):
+            print(f"{case} ({card}) FAILS: {complaint}")
+            wrong += 1
+    triton.close()
     if wrong == 0:
         record(reports)
+        triton_compile.record(reports_of_triton)
     return 1 if wrong else 0
 
 

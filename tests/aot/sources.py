@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +34,22 @@ def key(module: str, plugin: str) -> str:
     files = reachable(_file(module))
     for name in GATE:
         files |= reachable(_file(f"tests.aot.{name}"), without=_file("tests.aot.cases"))
-    files |= {ROOT / "tests" / "aot" / f"{plugin}.txt", *(LIBRARY / "runtime" / "tuned").glob("*.json")}
+    return _hash(files | {ROOT / "tests" / "aot" / f"{plugin}.txt"})
+
+
+@functools.cache
+def triton_key() -> str:
+    """Return the hash for the Triton cases, with the versions of triton, which has the compiler, and of jax."""
+    files = reachable(_file("tests.aot.triton_cases")) | reachable(_file("tests.aot.triton_compile"))
+    return _hash(files, *(f"{package} {metadata.version(package)}" for package in ("triton", "jax")))
+
+
+def _hash(files: set[Path], *words: str) -> str:
+    """Return the hash of the code of files, of the tuned settings, and of words."""
     digest = hashlib.sha256()
-    for file in sorted(files):
+    for word in words:
+        digest.update(f"{word}\n".encode())
+    for file in sorted(files | {*(LIBRARY / "runtime" / "tuned").glob("*.json")}):
         digest.update(f"{file.relative_to(ROOT)}\n".encode())
         digest.update(code_of(file))
     return digest.hexdigest()

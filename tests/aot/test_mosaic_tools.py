@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.aot import environment
+from tests.kit.slow_cases import slow_cases
 
 PROGRAM = """
 import json, os, sys
@@ -38,6 +39,7 @@ def found(plugin, how):
     return json.loads(run.stdout)
 
 
+@slow_cases("cuda12")
 @pytest.mark.parametrize("plugin", environment.PLUGINS)
 def test_find_sets_the_same_variables_as_importing_mosaic(plugin):
     if reason := environment.missing(plugin):

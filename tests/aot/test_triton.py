@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ import pytest
 
 from pallas_attn.runtime import device
 from pallas_attn.triton import launch, tiles
+from tests.aot import triton_compile
 from tests.aot.triton_cases import CARDS, IN_EVERY_RUN, SPILLS, TRITON_CASES
 from tests.aot.triton_compile import TritonCompiler, TritonKernelReport, complaints
 from tests.aot.triton_resources import SHOWN
@@ -22,7 +24,7 @@ from tests.aot.triton_resources import SHOWN
 def triton_compiler() -> Iterator[TritonCompiler]:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("triton's wheels have assemblers on Linux on x86-64")
-    compiler = TritonCompiler()
+    compiler = TritonCompiler(recorded=True)
     yield compiler
     compiler.close()
 
@@ -41,6 +43,23 @@ def test_call_compiles_within_limits(triton_compiler: TritonCompiler, case: str,
     # 552 bytes.
     spills = SPILLS.get((case, card), 0) * (1 if metadata.version("triton").startswith("3.6.") else 3)
     assert not list(complaints(kernels, TRITON_CASES[case], card, spills))
+
+
+def test_recorded_report_is_used_until_the_code_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, card = min(IN_EVERY_RUN)
+    monkeypatch.setattr(TritonCompiler, "_start", lambda self: pytest.fail("compiles"))
+    monkeypatch.setattr(triton_compile, "triton_key", lambda: json.loads(triton_compile.RECORDED.read_text())["key"])
+    kernels = TritonCompiler(recorded=True).kernels(case, card)
+    assert [kernel.spills for kernel in kernels] == [0] * len(kernels)
+    for key, recorded in ("changed", True), (triton_compile.triton_key(), False):
+        monkeypatch.setattr(triton_compile, "triton_key", lambda key=key: key)
+        with pytest.raises(pytest.fail.Exception, match="compiles"):
+            TritonCompiler(recorded=recorded).kernels(case, card)
+
+
+def test_recorded_reports_are_those_of_every_run() -> None:
+    kernels = json.loads(triton_compile.RECORDED.read_text())["kernels"]
+    assert kernels.keys() == {f"{case} {card}" for case, card in IN_EVERY_RUN}
 
 
 def test_case_lists_name_existing_cases() -> None:

@@ -439,6 +439,7 @@ def test_tokens_of_goldens_with_static_scales(name: str, dtype: str, layout: Any
     expect_plain_run_with_scales(loaded(name), golden(name).prompts, dtype, layout)
 
 
+@pytest.mark.slow  # slow, because test_calibrate decodes with static scales and verifies the tokens
 def test_tokens_with_static_scales():
     prompts = [[*range(30)], [*range(20, 40)], [5]]
     expect_plain_run_with_scales(random_model(SMALL), prompts, "int8", "channel")

@@ -326,13 +326,13 @@ def test_step_that_hangs_ends_the_server(folder: Path, llm: LLM, steps: Steps) -
         engine = server.server.engine
         assert engine is not None
         assert engine.is_alive
-        steps.delay_s = 3.0
+        steps.delay_s = 2.5
         response = complete(server)
         assert (response.status_code, "has not ended after 0.4 s" in response.text) == (500, True)
         assert not engine.is_alive
         wait_for(lambda: server.result)
         assert server.result == ["a step of the engine has not ended after 0.4 s"]
-        assert steps.delay_s == 3.0
+        assert steps.delay_s == 2.5
         assert server.thread.thread_runs()
         wait_for(lambda: not server.thread.thread_runs())
         assert engine.failure == server.result[0]
