@@ -321,7 +321,8 @@ def test_values(backend: Backend, name: str) -> None:
     state, entries = compress(backend, inputs.case)(**arguments)
     harness.assert_same_bits(state.pages, inputs.state_after(np.asarray(arguments["state"].pages)))
     written = inputs.written()
-    assert bool(written) == (name != "nothing complete")
+    if not name.startswith("absent pages"):  # the pages of all completed blocks may be absent
+        assert bool(written) == (name != "nothing complete")
     slots = sorted(written)
     if slots:
         want = np.stack([written[slot] for slot in slots])
