@@ -4,7 +4,7 @@
     X'[j] = post[j] · sublayer(x) + sum_i mix[i, j] · X[i]
 
 The weights are computed from the streams of the token, by a matrix product and `pallas_attn.hyper_connection_weights`.
-The sums over streams are elementwise, and XLA fuses each into one kernel with the operations around it.
+The sums over streams are elementwise and left to XLA.
 """
 
 from __future__ import annotations

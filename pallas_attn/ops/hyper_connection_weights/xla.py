@@ -1,6 +1,4 @@
 """`hyper_connection_weights` in plain JAX, for any device: a loop that normalises rows and columns of all tokens.
-
-On a GPU, each iteration launches several kernels.
 """
 
 from __future__ import annotations
