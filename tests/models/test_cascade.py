@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from pallas_attn.models.config import GEMMA_PRESETS, GQA_PRESETS, HeadWindows, M
 from pallas_attn.models.decoder import AttentionSettings, Decoder, StepMetadata, with_settings
 from pallas_attn.models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
 from pallas_attn.models.engine.config import Bucket
+from pallas_attn.models.engine.runner import Runner
 from pallas_attn.models.engine.step.cascade import CascadeSteps
+from pallas_attn.models.engine.step.compiler import StepCompiler
 from pallas_attn.models.llm import LLM
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case, llm_case
@@ -100,6 +103,43 @@ def test_system_prompt_has_the_tokens_of_lone_requests() -> None:
     pairs = [[*SYSTEM, 1, 2], [9, *SYSTEM]]  # the pages of the second prompt differ
     assert served(engine, pairs) == [*map(alone, pairs)]
     assert sum(cascades(engine)) == before
+
+
+@pytest.mark.slow
+def test_cascades_start_when_their_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, compile_programs, compile_buckets = threading.Event(), StepCompiler.compile, Runner.compile
+    missing: list[Bucket] = []
+
+    def in_thread(self: StepCompiler, *arguments: Any) -> Any:
+        if threading.current_thread().name == "compile steps":
+            assert go_on.wait(60)
+        return compile_programs(self, *arguments)
+
+    def in_step(self: Runner, buckets: Sequence[Bucket], *rest: Any) -> None:
+        missing.extend(bucket for bucket in buckets if bucket not in self._programs.forward)
+        compile_buckets(self, buckets, *rest)
+
+    monkeypatch.setattr(StepCompiler, "compile", in_thread)
+    engine = Engine(model(), dataclasses.replace(SIZES, background_compilation=True))
+    engine.warmup()
+    monkeypatch.setattr(Runner, "compile", in_step)
+    wanted = served(engine, CHATS)
+    assert not any(cascades(engine))
+    go_on.set()
+    engine.warmup(wait=True)
+    assert served(engine, CHATS) == wanted
+    assert any(cascades(engine))
+    assert missing == []
+
+
+@pytest.mark.slow
+def test_weights_are_replaced_in_place_while_programs_are_compiled() -> None:
+    engine = Engine(model(), dataclasses.replace(SIZES, background_compilation=True))
+    engine.warmup()
+    assert engine.is_compiling
+    engine.update_weights({name: np.asarray(x) for name, x in engine.weights.items()}, in_place=True)
+    assert engine.stats().pending_compilations == 0
+    assert served(engine, CHATS) == [*map(alone, CHATS)]
 
 
 @pytest.mark.slow
