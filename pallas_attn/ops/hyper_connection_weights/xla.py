@@ -1,5 +1,4 @@
-"""`hyper_connection_weights` in plain JAX, for any device: a loop that normalises rows and columns of all tokens.
-"""
+"""`hyper_connection_weights` in plain JAX, for any device: a loop that normalises rows and columns of all tokens."""
 
 from __future__ import annotations
 
