@@ -12,11 +12,16 @@ import jax
 
 from pallas_attn.types import Implementation
 
+TUNING = ("block_h", "block_k", "pages_per_compute_block", "k_splits", "num_warps", "num_stages", "grid")
+"""Arguments of jax's functions that choose the sizes of kernels."""
 
-def warn_about_tuning(function: Callable[..., Any], **given: Any) -> None:
-    """Warn once per process that tuning arguments have no effect, if one differs from its default in `function`."""
+
+def warn_about_tuning(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Warn once per process that tuning arguments have no effect, if one of the arguments `given` of `function` differs
+    from its default.
+    """
     defaults = _defaults(function)
-    if changed := [name for name, value in given.items() if value != defaults[name]]:
+    if changed := [name for name in TUNING if name in given and given[name] != defaults[name]]:
         _warn_once(f"{function.__name__}: pallas_attn ignores {', '.join(changed)}; it has its own kernel settings")
 
 

@@ -52,21 +52,8 @@ def mqa(
       >>> decode_attention.mqa(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
       (2, 8, 128)
     """
-    arguments.warn_about_tuning(
-        mqa,
-        block_h=block_h,
-        block_k=block_k,
-        k_splits=k_splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        grid=grid,
-    )
-    dims = checks.Dims()
-    dims.check("q", q, "B Hq D", checks.PLAIN)
-    dims.check("k", k, "B S D", checks.PLAIN)
-    dims.check("v", v, "B S D", (k.dtype,))
-    arrays = {"q": q, "k": k, "v": v, **_bounds(start_idx, kv_seq_len, dims)}
-    return _run(arrays, sm_scale, implementation, return_residuals, normalize_output)
+    arguments.warn_about_tuning(mqa, locals())
+    return _run("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, implementation, return_residuals, normalize_output)
 
 
 def gqa(
@@ -126,42 +113,39 @@ def gqa(
       >>> out[:, 0, 0].tolist(), l[:, 0].tolist()
       ([1.0, 0.0], [1.0, 0.0])
     """
-    arguments.warn_about_tuning(
-        gqa,
-        block_h=block_h,
-        block_k=block_k,
-        k_splits=k_splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        grid=grid,
+    arguments.warn_about_tuning(gqa, locals())
+    return _run(
+        "B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, implementation, return_residuals, normalize_output
     )
-    dims = checks.Dims()
-    dims.check("q", q, "B Hq D", checks.PLAIN)
-    dims.check("k", k, "B S Hkv D", checks.PLAIN)
-    dims.check("v", v, "B S Hkv D", (k.dtype,))
-    checks.check_heads(dims["Hq"], dims["Hkv"])
-    arrays = {"q": q, "k": k, "v": v, **_bounds(start_idx, kv_seq_len, dims)}
-    return _run(arrays, sm_scale, implementation, return_residuals, normalize_output)
-
-
-def _bounds(start_idx: Any, kv_seq_len: Any, dims: checks.Dims) -> dict[str, Any]:
-    """Check `start_idx` and `kv_seq_len`: None, a number, or int32 [] or [B]. Return them as arrays or None."""
-    bounds: dict[str, Any] = {}
-    for name, value in (("start_idx", start_idx), ("kv_seq_len", kv_seq_len)):
-        (value,) = checks.int32(**{name: np.int64(value) if isinstance(value, int) else value})
-        if value is not None:
-            dims.check(name, value, "B" if getattr(value, "ndim", 0) else "", checks.INT)
-        bounds[name] = value
-    return bounds
 
 
 def _run(
-    arrays: dict[str, Any],
+    axes: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    start_idx: Any,
+    kv_seq_len: Any,
     sm_scale: Any,
     implementation: Implementation,
     return_residuals: bool,
     normalize_output: bool,
 ) -> Attention:
+    """Check the arguments and attend. `axes` are the axes of k and v. `start_idx` and `kv_seq_len` are None, a number,
+    or int32 [] or [B].
+    """
+    dims = checks.Dims()
+    dims.check("q", q, "B Hq D", checks.PLAIN)
+    dims.check("k", k, axes, checks.PLAIN)
+    dims.check("v", v, axes, (k.dtype,))
+    if "Hkv" in axes:
+        checks.check_heads(dims["Hq"], dims["Hkv"])
+    arrays = {"q": q, "k": k, "v": v}
+    for name, value in (("start_idx", start_idx), ("kv_seq_len", kv_seq_len)):
+        (value,) = checks.int32(**{name: np.int64(value) if isinstance(value, int) else value})
+        if value is not None:
+            dims.check(name, value, "B" if getattr(value, "ndim", 0) else "", checks.INT)
+        arrays[name] = value
     if not normalize_output and not return_residuals:
         raise NotImplementedError(
             "normalize_output: takes False only with return_residuals=True, because an unnormalised output has no"

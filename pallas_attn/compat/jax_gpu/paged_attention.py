@@ -74,14 +74,7 @@ def paged_attention(
       >>> out[:, 0, 0].tolist()
       [1.0, 1.0, 0.0]
     """
-    arguments.warn_about_tuning(
-        paged_attention,
-        block_h=block_h,
-        pages_per_compute_block=pages_per_compute_block,
-        k_splits=k_splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    arguments.warn_about_tuning(paged_attention, locals())
     block_tables, lengths = checks.int32(block_tables=block_tables, lengths=lengths)
     _check(q, k_pages, v_pages, block_tables, lengths, k_scales_pages, v_scales_pages)
     if not mask_value <= LARGEST_MASK_VALUE:
