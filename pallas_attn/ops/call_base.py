@@ -1,8 +1,9 @@
 """Base classes of the call objects in `ops/<operation>/call.py`.
 
 A call object is a frozen dataclass, registered as a pytree, with the validated arguments of one call. Every
-implementation of an operation takes the operation's call object. The base classes have no fields; a subclass declares
-the fields that its base classes read. Type checkers do not know these fields, so methods have `self: Any`.
+implementation of an operation takes the operation's call object. Except for `IndexKeysCall`, the base classes have no
+fields; a subclass declares the fields that its base classes read. Type checkers do not know these fields, so methods
+have `self: Any`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks
 from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PlanKey
+from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PagedIndexKeys, PlanKey
 
 
 class OperationCall:
@@ -164,25 +165,32 @@ class PackedCall(OperationCall):
         }
 
 
+@dataclasses.dataclass(frozen=True)
 class IndexKeysCall(ScaledCall, PackedCall):
-    """Call that scores the keys of a sparse-attention indexer.
+    """Call that scores the keys of a sparse-attention indexer. The docstring of `index_scores` describes the fields."""
 
-    Fields: cache of index keys `index`, packed index queries `q` [T, Hi, Di], weights of the index heads `weights`
-    [T, Hi], tokens per key `ratio`.
-    """
+    q: Float[Array, "T Hi Di"]
+    weights: Float32[Array, "T Hi"]
+    index: PagedIndexKeys
+    block_tables: Int32[Array, "S P"]
+    cu_q_lens: Int32[Array, "S_plus_1"]
+    kv_lens: Int32[Array, "S"]
+    draft_mask: Bool[Array, "T M"] | None
+    sm_scale: float | None = dataclasses.field(metadata={"static": True})
+    ratio: int = dataclasses.field(metadata={"static": True})
 
     @property
-    def page_size(self: Any) -> int:
+    def page_size(self) -> int:
         return self.index.page_size
 
-    def bounded(self: Any) -> Any:
+    def bounded(self) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
         # A full block table has keys for all of these tokens except an unfinished block.
         most_tokens = (self.block_tables.shape[-1] * self.page_size + 1) * self.ratio - 1
         lens = self.bounded_lens() | {"kv_lens": checks.bound_lens(self.kv_lens, most_tokens)}
         return dataclasses.replace(self, **lens)
 
-    def validate(self: Any) -> None:
+    def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         if self.draft_mask is not None and self.ratio > 1:

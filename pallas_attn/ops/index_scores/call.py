@@ -6,10 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn.ops.call_base import IndexKeysCall
-from pallas_attn.types import PagedIndexKeys
 
 
 @jax.tree_util.register_dataclass
@@ -18,13 +16,3 @@ class IndexScoresCall(IndexKeysCall):
     """Validated arguments of `index_scores`; see its docstring."""
 
     op: ClassVar[str] = "index_scores"
-
-    q: Float[Array, "T Hi Di"]
-    weights: Float32[Array, "T Hi"]
-    index: PagedIndexKeys
-    block_tables: Int32[Array, "S P"]
-    cu_q_lens: Int32[Array, "S_plus_1"]
-    kv_lens: Int32[Array, "S"]
-    draft_mask: Bool[Array, "T M"] | None
-    sm_scale: float | None = dataclasses.field(metadata={"static": True})
-    ratio: int = dataclasses.field(metadata={"static": True})
