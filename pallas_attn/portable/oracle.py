@@ -1,14 +1,18 @@
-"""Dense attention for the `reference.py` of attention operations: gather, dequantise, mask and softmax in float32.
+"""Code of `reference.py` of several operations: dense attention in float32, and writes of one token at a time.
 
 The code is simple enough to be verified by reading. Speed and memory do not matter here; memory is unbounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.types import PagedKV
 
 HIGHEST = jax.lax.Precision.HIGHEST  # GPUs would otherwise round float32 operands to TF32
@@ -82,3 +86,29 @@ def attention(
     out = out.reshape(batch, num_queries, num_heads, v.shape[-1])
     lse = jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads)
     return jnp.where(lse[..., None] == -jnp.inf, 0.0, out), lse  # 0 even if another row sees an infinite value
+
+
+def write_one_by_one[Cache](
+    cache: Cache,
+    rows: Float[Array, "T *row"],
+    slots: Int32[Array, "T"],
+    stored: Callable[[Float[Array, "*row"], Cache], Cache],
+) -> Cache:
+    """Return a cache with arrays [N, ps, ...] after the rows of tokens are written to their slots, one at a time.
+
+    Args:
+      stored: (row of a token, cache) -> arrays of the token in the form that the cache stores.
+    """
+    num_pages, page_size = jax.tree.leaves(cache)[0].shape[:2]
+
+    def write(cache: Cache, token: tuple[Float[Array, "*row"], Int32[Array, ""]]) -> tuple[Cache, None]:
+        row, slot = token
+        page, offset = slot // page_size, slot % page_size
+
+        def put(pool: Array, values: Array) -> Array:
+            written = lax.dynamic_update_slice(pool, values[None, None], (page, offset, jnp.zeros_like(page)))
+            return jnp.where((page >= 0) & (page < num_pages), written, pool)
+
+        return jax.tree.map(put, cache, stored(row, cache)), None
+
+    return lax.scan(write, varying_like(cache, (cache, rows, slots)), (rows, slots))[0]

@@ -1,12 +1,15 @@
-"""Tiles of K/V pages for the portable implementations: the pages of each row, and loading of tiles."""
+"""Rows of heads and tiles of K/V pages for the portable implementations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from pallas_attn.portable.merge import apply_sinks
+from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
 from pallas_attn.portable.pool_access import take
 from pallas_attn.portable.visibility import PageWalk, in_window, page_walk
 from pallas_attn.types import PAGE_NONE, HeadWindow, PagedKV
@@ -45,6 +48,49 @@ class HeadRows(NamedTuple):
         num_kv_heads = self.heads * self.rows_per_sequence
         x = x.reshape(sequences, num_kv_heads, queries, -1, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(sequences, queries, -1, *x.shape[4:])
+
+
+def attend_queries(
+    call: Any,
+    q: Float[Array, "S M Hq D"],
+    head_rows: HeadRows,
+    num_tiles: Int32[Array, "R"],
+    load_tile: Callable[[Int32[Array, "W"], Int32[Array, ""]], Tile],
+    group_rows: int,
+) -> tuple[Float[Array, "S M Hq Dv"], Float[Array, "S M Hq"]]:
+    """Return float32 outputs, without sinks, and LSEs of queries of an attention call.
+
+    Args:
+      call: call with the fields `value_dim`, `scale` and `soft_cap`.
+      q: queries of S blocks of M queries. The queries of a block read the same tiles.
+      num_tiles, load_tile, group_rows: arguments of `attend_rows`.
+    """
+    results = attend_rows(
+        head_rows.split(q, head_rows.heads * head_rows.rows_per_sequence),
+        num_tiles,
+        load_tile,
+        sources=call,
+        value_dim=call.value_dim,
+        sm_scale=call.scale,
+        soft_cap=call.soft_cap,
+        group_rows=group_rows,
+    )
+    out, lse = (head_rows.join(x, q.shape[1]) for x in results)
+    return out, lse
+
+
+def attend_packed(
+    call: Any,
+    tiles: QueryTiles,
+    head_rows: HeadRows,
+    num_tiles: Int32[Array, "R"],
+    load_tile: Callable[[Int32[Array, "W"], Int32[Array, ""]], Tile],
+    group_rows: int,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Return output and LSE of a call with packed queries. Arguments as in `attend_queries`."""
+    out, lse = attend_queries(call, call.q[tiles.token], head_rows, num_tiles, load_tile, group_rows)
+    out, lse = tiles.unpack(out, call.num_tokens, 0.0), tiles.unpack(lse, call.num_tokens, -jnp.inf)
+    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse
 
 
 class PageTiles:

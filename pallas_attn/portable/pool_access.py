@@ -6,6 +6,7 @@ uint8.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Num
@@ -50,6 +51,23 @@ def put(
     if pool.dtype == POWER_OF_TWO:
         return scatter_bits(pool, values, *index)
     return lax.platform_dependent(pool, values, *index, cpu=scatter_bits, default=scatter)
+
+
+def put_tokens[Cache](cache: Cache, slots: Int32[Array, "T"], stored: Cache) -> Cache:
+    """Return a cache with a row per token in which the rows of tokens are written to their slots.
+
+    Each array of the cache is updated by one scatter, in place if the cache is donated.
+
+    Args:
+      cache: arrays [N, ps, ...].
+      slots: slot of each token. Tokens whose slot is not in the pool are not written. The other slots are unique.
+      stored: arrays [T, ...] in the form that the cache stores.
+    """
+    num_pages, page_size = jax.tree.leaves(cache)[0].shape[:2]
+    page, offset = slots // page_size, slots % page_size
+    # A JAX scatter ignores indices past the end of the pool, but index -1 would refer to the last page.
+    page = page_or_none(page, (page >= 0) & (page < num_pages), num_pages)
+    return jax.tree.map(lambda pool, values: put(pool, (page, offset), values), cache, stored)
 
 
 def page_or_none(page: Int32[Array, "E"], exists: Array, num_pages: int) -> Int32[Array, "E"]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import HeadWindow, ragged_attention
-from pallas_attn.ops.ragged_attention import xla
+from pallas_attn.portable import page_tiles
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
@@ -352,7 +352,8 @@ def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
     """
     case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
     inputs = draw(backend, case)
-    with mock.patch.object(xla, "attend_rows", wraps=xla.attend_rows) as walk, backend.variant.settings():
+    watched = mock.patch.object(page_tiles, "attend_rows", wraps=page_tiles.attend_rows)
+    with watched as walk, backend.variant.settings():
         ragged_attention(**jax.tree.map(jnp.asarray, inputs.arguments()), **case.static, implementation="xla")
     assert 0 < walk.call_args.args[1].max() <= 2
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.portable.merge import apply_sinks
-from pallas_attn.portable.online_softmax import Tile, attend_rows
-from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
+from pallas_attn.portable.online_softmax import Tile
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles, attend_queries, load_kv
 from pallas_attn.portable.visibility import draft_visible, head_windows, real_queries
 
 
@@ -45,15 +45,5 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
             visible &= tiles.in_window(rows, key, position)
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
-    out, lse = attend_rows(
-        head_rows.split(call.queries, num_kv_heads),
-        tiles.num_tiles,
-        load_tile,
-        sources=call,
-        value_dim=call.value_dim,
-        sm_scale=call.scale,
-        soft_cap=call.soft_cap,
-        group_rows=settings.group_rows,
-    )
-    out, lse = head_rows.join(out, num_queries), head_rows.join(lse, num_queries)
+    out, lse = attend_queries(call, call.queries, head_rows, tiles.num_tiles, load_tile, settings.group_rows)
     return call.place(apply_sinks(out, lse, call.sinks).astype(call.output_dtype)), lse

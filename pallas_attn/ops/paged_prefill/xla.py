@@ -7,9 +7,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
-from pallas_attn.portable.merge import apply_sinks
-from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
-from pallas_attn.portable.page_tiles import HeadRows, PageTiles, load_kv
+from pallas_attn.portable.online_softmax import QueryTiles, Tile
+from pallas_attn.portable.page_tiles import HeadRows, PageTiles, attend_packed, load_kv
 from pallas_attn.portable.visibility import head_windows
 
 
@@ -57,16 +56,4 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
         k, v = load_kv(call.kv, row_ids, pages.heads(rows), call.head_dim)
         return k, v, jnp.repeat(visible, call.group, axis=2)
 
-    out, lse = attend_rows(
-        head_rows.split(call.q[queries.token], num_kv_heads),
-        pages.num_tiles,
-        load_tile,
-        sources=call,
-        value_dim=call.value_dim,
-        sm_scale=call.scale,
-        soft_cap=call.soft_cap,
-        group_rows=settings.group_rows,
-    )
-    out, lse = (head_rows.join(x, settings.tile_queries) for x in (out, lse))
-    out, lse = queries.unpack(out, num_tokens, 0.0), queries.unpack(lse, num_tokens, -jnp.inf)
-    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse
+    return attend_packed(call, queries, head_rows, pages.num_tiles, load_tile, settings.group_rows)

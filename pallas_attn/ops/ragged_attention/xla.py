@@ -7,9 +7,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
-from pallas_attn.portable.merge import apply_sinks
-from pallas_attn.portable.online_softmax import QueryTiles, Tile, attend_rows
-from pallas_attn.portable.page_tiles import HeadRows
+from pallas_attn.portable.online_softmax import QueryTiles, Tile
+from pallas_attn.portable.page_tiles import HeadRows, attend_packed
 
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
@@ -41,16 +40,5 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
         return call.k[token].swapaxes(1, 2), call.v[token].swapaxes(1, 2), visible
 
     head_rows = HeadRows(heads=num_kv_heads, rows_per_sequence=1)
-    out, lse = attend_rows(
-        head_rows.split(call.q[tiles.token], num_kv_heads),
-        -(-(jnp.max(num_visible, axis=1) - oldest) // tile_tokens),
-        load_tile,
-        sources=call,
-        value_dim=call.value_dim,
-        sm_scale=call.scale,
-        soft_cap=call.soft_cap,
-        group_rows=settings.group_rows,
-    )
-    out, lse = (head_rows.join(x, settings.tile_queries) for x in (out, lse))
-    out, lse = tiles.unpack(out, num_tokens, 0.0), tiles.unpack(lse, num_tokens, -jnp.inf)
-    return apply_sinks(out, lse, call.sinks).astype(call.output_dtype), lse
+    num_tiles = -(-(jnp.max(num_visible, axis=1) - oldest) // tile_tokens)
+    return attend_packed(call, tiles, head_rows, num_tiles, load_tile, settings.group_rows)
