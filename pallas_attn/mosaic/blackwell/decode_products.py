@@ -32,21 +32,20 @@ It then issues the product, whose commit completes `done`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.mosaic.blackwell import tmem
 from pallas_attn.mosaic.decode import DecodeTile
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, BY_128, RegisterLayout
+from pallas_attn.mosaic.primitives.soft_cap import reciprocal_of_pairs, soft_capped
 
 NARROW_ROW_BYTES = 32
 """Swizzle width [bytes] of right operands of products with M = 64, and of the probabilities. A product with M = 64
@@ -154,9 +153,8 @@ class Tcgen05Products:
         return acc
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
-        # Use tanh x = 1 - 2 / (1 + exp 2x). The instruction tanh.approx has only 11 bits of precision, and the accurate
-        # tanh of the math library takes too many registers.
-        return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
+        reciprocal = functools.partial(reciprocal_of_pairs, layout=layout_of(s.shape[0]).tile)
+        return soft_capped(s, 1.0, soft_cap, reciprocal)
 
 
 def _is_8_bit(dtype: Any) -> bool:
@@ -187,23 +185,3 @@ def _load(accumulator: Ref, layout: RegisterLayout) -> jax.Array:
     result = plgpu.async_load_tmem(accumulator, layout=layout.tile)
     plgpu.wait_load_tmem()
     return result
-
-
-def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
-    """Compute 1 / x with the instruction rcp.approx.ftz, which returns 0 instead of subnormal results. A division would
-    take three more instructions to handle subnormals.
-    """
-    if basics.interpreted():
-        return 1 / x
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout.tile)
-
-    @plgpu.inline_mgpu(arg_types=(layout.tile,), return_type=result)
-    def invert(_: Any, x: Any) -> Any:
-        inverted = np.empty_like(x.registers)
-        for i, register in np.ndenumerate(x.registers):
-            numbers = [vector.extract(register, [], [j]) for j in range(2)]
-            inverses: Any = [llvm.inline_asm(n.type, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
-            inverted[i] = vector.from_elements(register.type, inverses)
-        return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=None)
-
-    return invert(x)

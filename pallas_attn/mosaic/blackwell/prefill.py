@@ -61,7 +61,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -92,6 +91,7 @@ from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
 from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.row_io import RowLayout
+from pallas_attn.mosaic.primitives.soft_cap import reciprocal_of_pairs, soft_capped
 
 QUERIES = tmem.ROWS
 """Query rows of a consumer: M of a product."""
@@ -573,27 +573,7 @@ def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
     """Compute soft_cap * tanh(scale * s / soft_cap)."""
-    # Use tanh x = 1 - 2 / (1 + exp 2x), because the instruction tanh.approx has only 11 bits of precision.
-    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
-
-
-def _reciprocal(x: jax.Array) -> jax.Array:
-    """Compute 1 / x with the instruction rcp.approx.ftz, which returns 0 instead of subnormal results. A division would
-    take three more instructions to handle subnormals.
-    """
-    if interpreted():
-        return 1 / x
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
-    def invert(_: Any, x: Any) -> Any:
-        f32, inverted = ir.F32Type.get(), np.empty_like(x.registers)
-        for index, pair in np.ndenumerate(x.registers):
-            numbers = [vector.extract(pair, [], [i]) for i in range(pair.type.shape[0])]
-            inverses: Any = [llvm.inline_asm(f32, [number], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for number in numbers]
-            inverted[index] = vector.from_elements(pair.type, inverses)
-        return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=x.is_signed)
-
-    return invert(x)
+    return soft_capped(s, scale, soft_cap, functools.partial(reciprocal_of_pairs, layout=TILE))
 
 
 def any_of_warp(condition: jax.Array) -> Any:

@@ -37,9 +37,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref, over_tokens
+from pallas_attn.mosaic.primitives.soft_cap import soft_capped
 
 DEPTH = 16
 """K of a wgmma instruction on 16-bit operands."""
@@ -371,9 +372,7 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
     """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N] with layout `TILE`."""
-    # Use tanh x = 1 - 2 / (1 + exp 2x). The instruction tanh.approx has only 11 bits of precision, and the accurate
-    # tanh of the math library takes too many registers.
-    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+    return soft_capped(s, scale, soft_cap, _reciprocal)
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
