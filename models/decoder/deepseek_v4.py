@@ -43,7 +43,7 @@ from pallas_attn.models.config import DeepseekV4Config
 from pallas_attn.models.decoder.caches import CompressedCache
 from pallas_attn.models.decoder.hyper_connections import HyperConnection, merge
 from pallas_attn.models.decoder.layers import Linear, WideRMSNorm, project, rms_scaled
-from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit
+from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, sum_over
 from pallas_attn.models.decoder.rope import CosSin, rotate_pairs, scaled_frequencies
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.decoder.step_metadata import GroupTables, StepMetadata
@@ -515,11 +515,7 @@ class V4Layer(nnx.Module):
         """Apply the layer to all streams of the tokens. `apply_layers` describes arguments and results."""
         x, weights = self.hc_attn(streams)
         attended, cache = self.attn(self.attn_norm(x), inputs, cache, slots, step)
-        streams = merge(streams, self._added_up(attended), weights)
+        streams = merge(streams, sum_over(attended, self.axes), weights)
         x, weights = self.hc_ffn(streams)
-        y = self._added_up(self.ffn(self.ffn_norm(x), inputs.tokens, slots >= 0))
+        y = sum_over(self.ffn(self.ffn_norm(x), inputs.tokens, slots >= 0), self.axes)
         return merge(streams, y, weights), cache, choice
-
-    def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the sum of x over the devices that split the layer."""
-        return jax.lax.psum(x, self.axes) if self.axes else x

@@ -27,7 +27,7 @@ from pallas_attn.models.config import Gemma4Config
 from pallas_attn.models.decoder import contexts as split_contexts
 from pallas_attn.models.decoder.gqa import GQAStep, attend, attend_over_contexts
 from pallas_attn.models.decoder.layers import MLP, Linear, WideRMSNorm, geglu, rms_scaled
-from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, embed, num_contexts
+from pallas_attn.models.decoder.mesh import COLUMNS, ExpertSplit, embed, num_contexts, sum_over
 from pallas_attn.models.decoder.rope import CosSin, inverse_frequencies, rotate
 from pallas_attn.models.decoder.settings import AttentionSettings
 from pallas_attn.models.moe.layer import ScaledMoE
@@ -249,7 +249,7 @@ class GemmaLayer(nnx.Module):
         """Apply the layer. Arguments and results as in `GemmaAttention`, and as in `DecoderLayer`, which has selected
         keys as a further argument and result."""
         attended, cache_of_layer = self.self_attn(self.input_layernorm(x), inputs, cache, slots, step)
-        x = x + self.post_attention_layernorm(self._added_up(attended))
+        x = x + self.post_attention_layernorm(sum_over(attended, self.axes))
         x = x + self.post_feedforward_layernorm(self._feed_forward(x, slots >= 0))
         if self.per_layer_input_gate is not None and inputs.ple is not None:
             gated = jax.nn.gelu(self.per_layer_input_gate(x), approximate=True) * inputs.ple
@@ -258,12 +258,8 @@ class GemmaLayer(nnx.Module):
 
     def _feed_forward(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"]) -> Float[Array, "T D"]:
         """Return the result of the MLP, or the sum of the normed results of the MLP and of the experts."""
-        y = self._added_up(self.mlp(self.pre_feedforward_layernorm(x)))
+        y = sum_over(self.mlp(self.pre_feedforward_layernorm(x)), self.axes)
         if self.experts is None:
             return y
         routed = self.experts(x, self.pre_feedforward_layernorm_2(x), is_live)
-        return self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(self._added_up(routed))
-
-    def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the sum of x over the devices that split the layer."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
+        return self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(sum_over(routed, self.axes))

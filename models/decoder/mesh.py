@@ -504,3 +504,8 @@ def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -
     is_own = (rows >= 0) & (rows < weight.shape[0])
     own = weight[jnp.where(is_own, rows, 0)]
     return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
+
+
+def sum_over(x: Float[Array, "T D"], axes: tuple[str, ...]) -> Float[Array, "T D"]:
+    """Return the sum of x over the devices along `axes`; x if `axes` is empty."""
+    return lax.psum(x, axes) if axes else x

@@ -64,6 +64,7 @@ from pallas_attn.models.decoder.mesh import (
     num_devices,
     own_kv_heads,
     splits_heads,
+    sum_over,
 )
 from pallas_attn.models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
 from pallas_attn.models.decoder.rope import CosSin, rope_table
@@ -153,16 +154,12 @@ class DecoderLayer(nnx.Module):
             attended, cache, choice = attend(*arguments, choice)
         else:
             attended, cache = attend(*arguments)
-        x = x + self._added_up(attended)
+        x = x + sum_over(attended, self.axes)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE | BiasedMoE):
             is_live = slots >= 0 if slots.ndim == 1 else jnp.any(slots >= 0, axis=1)
-            return x + self._added_up(self.mlp(normed, is_live)), cache, choice
-        return x + self._added_up(self.mlp(normed)), cache, choice
-
-    def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the sum of x over the devices that split the layer."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
+            return x + sum_over(self.mlp(normed, is_live), self.axes), cache, choice
+        return x + sum_over(self.mlp(normed), self.axes), cache, choice
 
 
 class Decoder(nnx.Module):

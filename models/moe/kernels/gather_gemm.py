@@ -53,6 +53,7 @@ from pallas_attn.models.moe.kernels.pipeline import (
     Scratch,
     activate,
     column_indices,
+    first_dividing,
     num_ctas,
     persistent_kernel,
     round_up,
@@ -141,11 +142,7 @@ def column_blocks(columns: int, *, gated: bool) -> int:
     Raises:
       NotImplementedError: `columns` is not a multiple of 128 if gated, or of 64 otherwise.
     """
-    if columns % (2 * COLUMNS) == 0:
-        return 2
-    if not gated and columns % COLUMNS == 0:
-        return 1
-    raise NotImplementedError(f"expected a number of columns divisible by {128 if gated else 64}, got {columns}")
+    return first_dividing(((1, 2),) if gated else ((1, 2), (1, 1)), columns, COLUMNS, gated=gated)[1]
 
 
 def split_k_helps(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:

@@ -45,6 +45,7 @@ from pallas_attn.models.moe.kernels.pipeline import (
     Ring,
     Scratch,
     activate,
+    first_dividing,
     persistent_kernel,
     run_warpgroups,
     store_rows,
@@ -62,11 +63,8 @@ def column_blocks(columns: int, *, gated: bool) -> tuple[int, int]:
     Raises:
       NotImplementedError: no supported block size divides the columns.
     """
-    shapes = ((2, 128), (2, 64)) if gated else ((2, 128), (3, 64), (2, 64), (1, 64))
-    for blocks, width in shapes:
-        if columns % (blocks * width) == 0:
-            return blocks, width
-    raise NotImplementedError(f"expected a number of columns divisible by {128 if gated else 64}, got {columns}")
+    splits = ((2, 128), (2, 64)) if gated else ((2, 128), (3, 64), (2, 64), (1, 64))
+    return first_dividing(splits, columns, gated=gated)
 
 
 class GroupedGemm(NamedTuple):

@@ -23,7 +23,7 @@ these copies, so neither side waits for an event that depends on its own wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,18 @@ def num_ctas() -> int:
 def round_up(num_rows: int) -> int:
     """Round a number of rows up to a multiple of `ROW_ALIGNMENT`."""
     return -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def first_dividing(splits: Iterable[tuple[int, int]], columns: int, width: int = 1, *, gated: bool) -> tuple[int, int]:
+    """Return the first split (m, n) with which a work item of m * n * width columns divides the columns.
+
+    Raises:
+      NotImplementedError: there is none.
+    """
+    for m, n in splits:
+        if columns % (m * n * width) == 0:
+            return m, n
+    raise NotImplementedError(f"expected a number of columns divisible by {128 if gated else 64}, got {columns}")
 
 
 class Scratch(NamedTuple):

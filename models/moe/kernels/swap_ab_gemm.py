@@ -46,6 +46,7 @@ from pallas_attn.models.moe.kernels.pipeline import (
     Ring,
     Scratch,
     activate,
+    first_dividing,
     persistent_kernel,
     run_warpgroups,
     store_rows,
@@ -77,11 +78,7 @@ def column_split(columns: int, *, gated: bool) -> tuple[int, int]:
     Raises:
       NotImplementedError: no supported split divides the columns.
     """
-    shapes = ((2, 2), (1, 2)) if gated else ((2, 2), (2, 1), (1, 1))
-    for consumers, blocks in shapes:
-        if columns % (consumers * blocks * COLUMNS) == 0:
-            return consumers, blocks
-    raise NotImplementedError(f"expected a number of columns divisible by {128 if gated else 64}, got {columns}")
+    return first_dividing(((2, 2), (1, 2)) if gated else ((2, 2), (2, 1), (1, 1)), columns, COLUMNS, gated=gated)
 
 
 class SwapAbGemm(NamedTuple):
