@@ -12,15 +12,14 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import check_outputs, exit_status
 from scripts.bench.engine import hand_over
 from scripts.bench.engine.hand_over import HandOver
 from scripts.bench.harness.device import description
+from scripts.bench.harness.report import report_each
 
 PROG = "bench_hand_over"
 
@@ -49,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
     if args.prefill_device is None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # per process; read when jax initializes
-    console, results = Console(), []
     work = HandOver(
         args.config,
         args.dtype,
@@ -60,13 +58,9 @@ def run(args: argparse.Namespace) -> int:
         args.repeats,
         args.pieces,
     )
-    report = description() | {"workload": dataclasses.asdict(work), "results": results}
+    report = description() | {"workload": dataclasses.asdict(work)}
     report["cards"] = 1 if args.prefill_device is None else 2
-    for result in hand_over.run(work, args.prefill_device):
-        results.append(result)
-        console.print(hand_over.line(result), highlight=False, soft_wrap=True)
-        if args.json is not None:
-            write_report("--json", args.json, report)
+    report_each(hand_over.run(work, args.prefill_device), hand_over.line, report, args.json)
     return 0
 
 

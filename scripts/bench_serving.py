@@ -11,16 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import check_outputs, exit_status
 from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import arrivals
 from scripts.bench.engine.arrivals import CONFIGS, Arrivals
 from scripts.bench.harness.device import description
+from scripts.bench.harness.report import report_each
 
 PROG = "bench_serving"
 
@@ -51,7 +50,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
-    console, results = Console(), []
     work = Arrivals(
         tuple(args.rates),
         args.requests,
@@ -61,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
         args.max_num_seqs,
     )
     report: dict[str, Any] = description() | {"config": args.config, "dtype": args.dtype}
-    report |= {"workload": dataclasses.asdict(work), "results": results}
+    report |= {"workload": dataclasses.asdict(work)}
     named = None if args.implementation == "auto" else tuple(args.implementation.split(","))
-    for result in arrivals.run(CONFIGS[args.config], work, AttentionSettings(implementation=named), args.dtype):
-        results.append(result)
-        console.print(arrivals.line(result), highlight=False, soft_wrap=True)
-        if args.json is not None:
-            write_report("--json", args.json, report)
+    report_each(
+        arrivals.run(CONFIGS[args.config], work, AttentionSettings(implementation=named), args.dtype),
+        arrivals.line,
+        report,
+        args.json,
+    )
     return 0
 
 

@@ -14,16 +14,15 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import check_outputs, exit_status
 from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import filled
 from scripts.bench.engine.filled import FilledWork
 from scripts.bench.harness.device import description
+from scripts.bench.harness.report import report_each
 
 PROG = "bench_sparse"
 CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -66,14 +65,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, FilledWork]:
 def run(argv: list[str] | None) -> int:
     args, work = parse_args(argv)
     check_outputs({"--json": args.json})
-    console, results = Console(), []
-    report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work), "results": results}
+    report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work)}
     settings = AttentionSettings(implementation=args.implementation)
-    for result in filled.run(work, settings, args.dtype, args.limit_seconds):
-        results.append(result)
-        console.print(filled.line(result), highlight=False, soft_wrap=True)
-        if args.json is not None:
-            write_report("--json", args.json, report)
+    report_each(filled.run(work, settings, args.dtype, args.limit_seconds), filled.line, report, args.json)
     return 0
 
 

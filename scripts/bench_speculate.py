@@ -10,17 +10,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import check_outputs, exit_status
 from pallas_attn.models.config import PRESETS, DeepSeekConfig
 from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import drafting
 from scripts.bench.engine.drafting import DraftingWork
 from scripts.bench.harness.device import description
+from scripts.bench.harness.report import report_each
 
 PROG = "bench_speculate"
 
@@ -47,16 +46,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
-    console, results = Console(), []
     work = DraftingWork(tuple(args.batch), tuple(args.contexts), tuple(args.rates), args.num_drafts, args.new_tokens)
     report = description() | {"config": args.config, "dtype": args.dtype, "adaptive": not args.fixed}
-    report |= {"workload": dataclasses.asdict(work), "results": results}
+    report |= {"workload": dataclasses.asdict(work)}
     config = PRESETS[args.config]
-    for result in drafting.run(config, work, AttentionSettings(), args.dtype, adaptive=not args.fixed):
-        results.append(result)
-        console.print(drafting.line(result), highlight=False, soft_wrap=True)
-        if args.json is not None:
-            write_report("--json", args.json, report)
+    report_each(
+        drafting.run(config, work, AttentionSettings(), args.dtype, adaptive=not args.fixed),
+        drafting.line,
+        report,
+        args.json,
+    )
     return 0
 
 

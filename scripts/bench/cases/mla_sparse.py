@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from pallas_attn import CacheSpec, latent_cache_spec
 from scripts.bench.harness.pools import (
+    ChainInputs,
     Pools,
     at_least,
     calls_of,
@@ -107,16 +108,8 @@ class MlaSparseCase:
         return 2 * self.num_rows * self.heads * (self.top_k + self.window) * width
 
 
-@dataclasses.dataclass(frozen=True)
-class MlaSparseInputs:
-    """Arguments of a chain of calls: caches and sinks by name, and `q_latent`, `q_rope` and slots of each call."""
-
-    shared: dict[str, Any]
-    owns: list[dict[str, Any]]
-
-
-def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
-    """Make the arguments of a chain of calls.
+def inputs(case: MlaSparseCase, pools: Pools) -> ChainInputs:
+    """Make the arguments of a chain of calls: caches and sinks, and `q_latent`, `q_rope` and slots of each call.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -136,9 +129,9 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
             owns.append({"q_latent": q_latent, "q_rope": q_rope, "slots": slots})
     pool = random_latents(case.spec)
     if not case.window:
-        return MlaSparseInputs({"cache": pool}, owns)
+        return ChainInputs({"cache": pool}, owns)
     sinks = random_values(jax.random.key(2), (case.heads,), jnp.float32)
-    return MlaSparseInputs({"cache": random_latents(case.window_spec), "extra_cache": pool, "sinks": sinks}, owns)
+    return ChainInputs({"cache": random_latents(case.window_spec), "extra_cache": pool, "sinks": sinks}, owns)
 
 
 def _window(case: MlaSparseCase) -> Array:

@@ -7,6 +7,7 @@ which have left the L2 by then (they are cold).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,14 @@ small caches, the calls of a shorter chain may find their pages in the L2.
 
 CHUNK_BYTES = 64 * 2**20
 """Maximum bytes of pages that are drawn at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainInputs:
+    """Arguments of a chain of calls by name: `shared` by all calls, and `owns` of each call."""
+
+    shared: dict[str, Any]
+    owns: list[dict[str, Any]]
 
 
 def latent_dtype(cache: str) -> Any:

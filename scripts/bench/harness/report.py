@@ -1,10 +1,30 @@
-"""Text output of a benchmark of operations: one line per case during the run, and a table."""
+"""Output of benchmarks: one line per case during the run, a table of operations, and the report as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+from pallas_attn.models.cli.command_line import write_report
+
+
+def report_each(
+    results: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str], report: dict[str, Any], out: Path | None
+) -> None:
+    """Print a line for each result when it is measured, add it to the list `results` of the report, and write the
+    report to `out`, the file of --json, if it is given.
+    """
+    console = Console()
+    report["results"] = []
+    for result in results:
+        report["results"].append(result)
+        console.print(line(result), highlight=False, soft_wrap=True)
+        if out is not None:
+            write_report("--json", out, report)
 
 
 def cell(entry: dict[str, Any]) -> str:

@@ -17,12 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from pallas_attn import CacheSpec, PagedLatent, compress_and_write, latent_cache_spec
 from pallas_attn.runtime import tuning
 from scripts.bench.harness.case import Bench, by_name
-from scripts.bench.harness.pools import Pools, calls_of, chain_of, check_fits, random_latents, random_values
+from scripts.bench.harness.pools import (
+    ChainInputs,
+    Pools,
+    calls_of,
+    chain_of,
+    check_fits,
+    random_latents,
+    random_values,
+)
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
@@ -102,15 +109,7 @@ class CompressCase:
         return np.random.default_rng(tokens).permutation(np.prod(shape)).reshape(shape).astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressInputs:
-    """Arguments of a chain of calls: `shared` by all calls, and those of each call."""
-
-    shared: dict[str, Array]
-    owns: list[dict[str, Array]]
-
-
-def inputs(case: CompressCase, pools: Pools) -> CompressInputs:
+def inputs(case: CompressCase, pools: Pools) -> ChainInputs:
     """Make the arguments of a chain of calls.
 
     Raises:
@@ -136,10 +135,10 @@ def inputs(case: CompressCase, pools: Pools) -> CompressInputs:
         }
         for key, (state, entries) in zip(keys, tables, strict=True)
     ]
-    return CompressInputs(shared, owns)
+    return ChainInputs(shared, owns)
 
 
-def ours(implementation: str, case: CompressCase, arrays: CompressInputs, stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: CompressCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
     """Time one of our implementations. The calls change the pools, so each implementation gets new pools."""
 
     def call(caches: tuple[PagedLatent, PagedLatent], shared: Any, own: dict[str, Any]) -> tuple[Any, None]:

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from pallas_attn import CacheSpec, index_cache_spec, index_top_k
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import (
+    ChainInputs,
     Pools,
     at_least,
     calls_of,
@@ -80,16 +80,8 @@ class IndexTopKCase:
         return index_cache_spec(num_pages=num_pages, dtype=latent_dtype(self.cache), **sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class IndexTopKInputs:
-    """Arguments of a chain: arguments that all calls share, and `q`, `weights` and `block_tables` of each call."""
-
-    shared: dict[str, Any]
-    owns: list[dict[str, Array]]
-
-
-def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
-    """Make the arguments of a chain of calls.
+def inputs(case: IndexTopKCase, pools: Pools) -> ChainInputs:
+    """Make the arguments of a chain of calls: `q`, `weights` and `block_tables` of each call, and the shared ones.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -109,10 +101,10 @@ def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
         "cu_q_lens": case.new_tokens * jnp.arange(case.batch + 1, dtype=jnp.int32),
         "kv_lens": jnp.full((case.batch,), case.context, jnp.int32),
     }
-    return IndexTopKInputs(shared, owns)
+    return ChainInputs(shared, owns)
 
 
-def ours(implementation: str, case: IndexTopKCase, arrays: IndexTopKInputs, stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: IndexTopKCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, index_top_k(**shared, **own, top_k=case.top_k, implementation=implementation)
 

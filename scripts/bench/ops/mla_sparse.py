@@ -6,14 +6,14 @@ import itertools
 from typing import Any
 
 from pallas_attn import mla_sparse
-from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, MlaSparseInputs, inputs
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, inputs
 from scripts.bench.harness.case import Bench, by_name
-from scripts.bench.harness.pools import chain_of
+from scripts.bench.harness.pools import ChainInputs, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_mla
 
 
-def ours(implementation: str, case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
+def ours(implementation: str, case: MlaSparseCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, mla_sparse(**shared, **own, sm_scale=SM_SCALE, implementation=implementation)
 

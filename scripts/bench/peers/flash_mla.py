@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_attn import PagedLatent, to_records
 from scripts.bench.cases.mla_decode import MlaDecodeCase, MlaDecodeInputs
-from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, MlaSparseInputs
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase
+from scripts.bench.harness.pools import ChainInputs
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
@@ -56,7 +57,7 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
     return stopwatch.graph(calls, compared=True)
 
 
-def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
+def sparse(case: MlaSparseCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
     """Time FlashMLA's sparse kernels for Hopper: decode for fp8 caches, prefill for 16-bit caches.
 
     Not timed are the conversion of our latents to records, the schedule, which depends on sizes only, and the
@@ -78,7 +79,7 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
     return stopwatch.graph(_sparse_decode(case, arrays), compared=True)
 
 
-def _sparse_decode(case: MlaSparseCase, arrays: MlaSparseInputs) -> list[Callable[[], Any]]:
+def _sparse_decode(case: MlaSparseCase, arrays: ChainInputs) -> list[Callable[[], Any]]:
     """Return the calls of the decode kernel. A record has the fp8 values, scales and 16-bit columns of a token."""
     torch, flash_mla = import_torch(), importlib.import_module("flash_mla")
     shared = arrays.shared
@@ -100,7 +101,7 @@ def _sparse_decode(case: MlaSparseCase, arrays: MlaSparseInputs) -> list[Callabl
     return calls
 
 
-def _sparse_prefill(case: MlaSparseCase, arrays: MlaSparseInputs) -> list[Callable[[], Any]]:
+def _sparse_prefill(case: MlaSparseCase, arrays: ChainInputs) -> list[Callable[[], Any]]:
     """Return the calls of the prefill kernel."""
     torch, flash_mla = import_torch(), importlib.import_module("flash_mla")
     shared, options = arrays.shared, {}
