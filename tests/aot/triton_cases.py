@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import (
-    CacheSpec,
     HeadWindow,
     PagedIndexKeys,
     PagedKV,
@@ -196,12 +195,32 @@ MLA_DECODE = {
 }
 
 
-def _cache(spec: CacheSpec, lanes: int | None) -> PagedKV:
+def _cache(
+    cache: str,
+    lanes: int | None,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+) -> PagedKV:
     """Return the shapes of a cache of keys and values.
 
     Args:
+      cache: dtype and scales, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
       lanes: number of columns for keys, and for values, if both are in one array; None for separate arrays.
     """
+    name, _, layout = cache.partition("-")
+    scales: Any = int(layout) if layout.isdigit() else layout or None
+    spec = kv_cache_spec(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=CACHE_DTYPES[name],
+        scales=scales,
+        value_dim=value_dim,
+    )
     kv = allocated(PagedKV, spec)
     if lanes is None:
         return kv
@@ -238,22 +257,12 @@ def paged_decode(
 
     """
     batch, kv_heads, table_pages = 16, 8, 4096 // page_size
-    name, _, layout = cache.partition("-")
-    scales: Any = int(layout) if layout.isdigit() else layout or None
-    q_dtype = jnp.float16 if name == "f16" else jnp.bfloat16
-    spec = kv_cache_spec(
-        num_pages=2 * table_pages,
-        page_size=page_size,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=CACHE_DTYPES[name],
-        scales=scales,
-        value_dim=value_dim,
-    )
+    q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
+    kv = _cache(cache, lanes, 2 * table_pages, page_size, kv_heads, head_dim, value_dim)
     ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(batch, queries, group * kv_heads, head_dim, dtype=q_dtype),
-        "kv": _cache(spec, lanes),
+        "kv": kv,
         "block_tables": ints(batch, kv_heads, table_pages) if head_wise else ints(batch, table_pages),
         "kv_lens": ints(batch),
     }
@@ -360,21 +369,11 @@ def paged_prefill(
 
     """
     sequences, kv_heads, table_pages = 8, 2, 64
-    name, _, layout = cache.partition("-")
-    scales: Any = int(layout) if layout.isdigit() else layout or None
-    spec = kv_cache_spec(
-        num_pages=1024,
-        page_size=page_size,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=CACHE_DTYPES[name],
-        scales=scales,
-        value_dim=value_dim,
-    )
+    kv = _cache(cache, lanes, 1024, page_size, kv_heads, head_dim, value_dim)
     ints: Any = functools.partial(shape, dtype=jnp.int32)
     arguments = {
-        "q": shape(num_tokens, 4 * kv_heads, head_dim, dtype=jnp.float16 if name == "f16" else jnp.bfloat16),
-        "kv": _cache(spec, lanes),
+        "q": shape(num_tokens, 4 * kv_heads, head_dim, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16),
+        "kv": kv,
         "block_tables": ints(sequences, kv_heads, table_pages) if head_wise else ints(sequences, table_pages),
         "cu_q_lens": ints(sequences + 1),
         "kv_lens": ints(sequences),
@@ -487,21 +486,11 @@ def write_kv(
 
     """
     num_tokens, kv_heads = 8192, 8
-    name, _, layout = cache.partition("-")
-    scales: Any = int(layout) if layout.isdigit() else layout or None
-    spec = kv_cache_spec(
-        num_pages=65536 // page_size,
-        page_size=page_size,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=CACHE_DTYPES[name],
-        scales=scales,
-        value_dim=value_dim,
-    )
+    kv = _cache(cache, lanes, 65536 // page_size, page_size, kv_heads, head_dim, value_dim)
     new = shape(num_tokens, kv_heads, head_dim)
     slots = shape(num_tokens, *((kv_heads,) if head_slots else ()), dtype=jnp.int32)
     arguments: dict[str, Any] = {
-        "kv": _cache(spec, lanes),
+        "kv": kv,
         "k": new,
         "v": shape(num_tokens, kv_heads, value_dim or head_dim),
         "slots": slots,

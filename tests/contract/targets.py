@@ -143,7 +143,6 @@ WINDOWS = {
     "window": HeadWindow(jnp.asarray([FULL, 20], jnp.int32), jnp.asarray([0, 3], jnp.int32)),
 }
 LSE = {"return_lse": True}
-CHOICE = {"sm_scale": 0.5, "top_k": 20}
 SLOTS = ints(*range(17, 26))
 
 

@@ -158,6 +158,12 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
     run()
 
 
+NO_LATENTS_8BIT = dict.fromkeys(("gather, 8 bits", "write of latents, 8 bits"), "takes no quantised latents")
+no_quantised_latents = unsupported(
+    mosaic=NO_LATENTS_8BIT, mosaic_sm100=NO_LATENTS_8BIT | {"latents, 8 bits": "takes no quantised latents"}
+)
+
+
 @slow_cases(
     "xla-write of latents, 8 bits", "xla-gather", "xla-chosen latents, 8 bits", "xla-index scores",
     "xla-latents, 8 bits", "mosaic-chosen latents", "mosaic-chosen latents, 8 bits", "mosaic-ragged", "triton-ragged",
@@ -177,16 +183,7 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
         "write of index keys", "write of index keys, 8 bits",
     ],
 )  # fmt: skip
-@unsupported(
-    mosaic={
-        "gather, 8 bits": "takes no quantised latents",
-        "write of latents, 8 bits": "takes no quantised latents",
-    },
-    mosaic_sm100={
-        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
-        "write of latents, 8 bits": "takes no quantised latents",
-    },
-)  # fmt: skip
+@no_quantised_latents
 def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
     """Change random values of the metadata. Interpreted kernels run once, with six changes; other backends run 20 times
     with up to eight changes.
@@ -205,16 +202,7 @@ def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
 @pytest.mark.slow
 @every_target
 @in_every_run()
-@unsupported(
-    mosaic={
-        "gather, 8 bits": "takes no quantised latents",
-        "write of latents, 8 bits": "takes no quantised latents",
-    },
-    mosaic_sm100={
-        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
-        "write of latents, 8 bits": "takes no quantised latents",
-    },
-)  # fmt: skip
+@no_quantised_latents
 def test_more_garbage_is_followed_alike(backend: Backend, name: str) -> None:
     check_examples(backend, name, 40 if backend.interpreted else 300)
 

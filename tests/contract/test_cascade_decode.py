@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
 from pallas_attn.ops import cascade_decode as room
-from tests.contract import backends
+from tests.contract import backends, transformations
 from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
@@ -182,15 +181,9 @@ def test_columns_that_are_given(given: int) -> None:
 def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
     """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
-    split = jax.shard_map(
-        lambda arrays: cascade_decode(**arrays, **ALWAYS, implementation="xla"),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=PartitionSpec("x"),
+    transformations.inside_a_shard_map(
+        lambda arrays: cascade_decode(**arrays, **ALWAYS, implementation="xla"), arrays, own
     )
-    jax.eval_shape(split, arrays)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 from pallas_attn import (
     PagedLatent,
@@ -27,7 +26,7 @@ from pallas_attn import (
     mla_ragged_paged_attention,
     write_latent,
 )
-from tests.contract import backends, naive, tpu_inference
+from tests.contract import backends, naive, tpu_inference, transformations
 from tests.contract.backends import BACKENDS, Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
@@ -360,15 +359,12 @@ def test_inside_a_shard_map(own: tuple[str, ...], heads: int) -> None:
     """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), heads, "float32", harness.fresh_rng())
     arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def function(arrays: dict[str, Any]) -> Any:
         with XLA.variant.settings():
             return mla_ragged_paged_attention(**arrays, sm_scale=0.2, implementation="xla")
 
-    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
-    split = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
-    jax.eval_shape(split, arrays)
+    split = transformations.inside_a_shard_map(function, arrays, own)
     if heads == 3 and own == ("cache",):
         harness.assert_same_bits(jax.jit(split)(arrays), jax.jit(function)(arrays))
 

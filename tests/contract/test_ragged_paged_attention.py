@@ -20,7 +20,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 from pallas_attn import (
     HeadWindow,
@@ -38,7 +37,7 @@ from pallas_attn import (
     write_kv,
 )
 from pallas_attn.types import QMAX
-from tests.contract import backends, naive, tpu_inference
+from tests.contract import backends, naive, tpu_inference, transformations
 from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
@@ -440,15 +439,12 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
     """Tracing succeeds inside `jax.shard_map` with its default check of varying axes. The arguments `own` are split."""
     step = Step.draw((1, 9, 1, 3, 5), (33, 9, 64, 20, 5), "float32", harness.fresh_rng())
     arrays = jax.tree.map(jnp.asarray, step.arguments() | {"distribution": np.array([1, 1, S], np.int32)})
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def function(arrays: dict[str, Any]) -> Any:
         with XLA.variant.settings():
             return ragged_paged_attention(**arrays, sm_scale=0.2, implementation="xla")
 
-    specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
-    split = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
-    jax.eval_shape(split, arrays)
+    split = transformations.inside_a_shard_map(function, arrays, own)
     if own == ("kv",):
         harness.assert_same_bits(jax.jit(split)(arrays), jax.jit(function)(arrays))
 

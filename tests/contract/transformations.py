@@ -7,13 +7,14 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from tests.kit import harness
 from tests.kit.harness import Jitted, Tolerance, Variant
@@ -83,3 +84,14 @@ def assert_traced_once(op: Callable[..., Any], variant: Variant, calls: Sequence
     jitted = jax.jit(chex.assert_max_traces(traced, n=1))
     for arrays in calls:
         jax.block_until_ready(jitted(**arrays))
+
+
+def inside_a_shard_map(function: Callable[[Arrays], Any], arrays: Arrays, split: Collection[str]) -> Callable[..., Any]:
+    """Return `function` inside `jax.shard_map` on one device, with its default check of varying axes. Assert that it
+    can be traced. The arguments `split` and the results are split.
+    """
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: PartitionSpec("x") if name in split else PartitionSpec() for name in arrays}
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
+    jax.eval_shape(mapped, arrays)
+    return mapped

@@ -5,34 +5,41 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.models.checkpoints import files, load_model
 from pallas_attn.models.decoder import Decoder
-from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams
-from tests.models.test_parity import GOLDENS, Patch, replaced
+from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, RequestOutput, SamplingParams
+from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, Patch, read_golden, replaced
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredGolden:
-    """Prompts of a golden, and its arrays: the list of the arrays of a kind has one array per prompt."""
-
-    prompts: list[list[int]]
-    arrays: dict[str, np.ndarray]
-
-    def __getitem__(self, kind: str) -> list[np.ndarray]:
-        return [self.arrays[f"{kind}_{i}"] for i in range(len(self.prompts))]
+golden = functools.cache(read_golden)
 
 
-@functools.cache
-def golden(name: str) -> StoredGolden:
-    with np.load(GOLDENS / name / "golden.npz") as arrays:
-        return StoredGolden(json.loads((GOLDENS / name / "prompts.json").read_text()), dict(arrays))
+def continued(name: str, engine: Engine, sizes: EngineConfig, cached_tokens: list[int]) -> Engine:
+    """Return another engine of a golden's model that has imported the cached pages of an engine. Assert that it
+    generates the tokens of the golden, with `cached_tokens` cached tokens of each prompt.
+    """
+    other = Engine(loaded(name), sizes)
+    other.import_pages(CachedPages.from_bytes(engine.export_prefix_cache().to_bytes()))
+    outputs = other.generate(golden(name).prompts, GREEDY)
+    expect_golden(name, [*outputs, *outputs])
+    assert [output.cached_tokens for output in outputs] == cached_tokens
+    return other
+
+
+def expect_mutations_of_transformers(names: Iterable[str], mistakes: Container[str]) -> None:
+    """Assert that the mistakes include the mutations of transformers of each golden, and that each mutation changed
+    transformers' logits clearly."""
+    for name in names:
+        mutations = json.loads((GOLDENS / name / "golden.json").read_text())["mutations"]
+        assert all(mutation in mistakes for mutation in mutations)
+        assert min(mutations.values()) > 100 * LOGIT_TOLERANCE
 
 
 @functools.cache

@@ -52,9 +52,26 @@ from pallas_attn.models.engine.step.layered import StepPrograms
 from pallas_attn.models.engine.verify import verify
 from pallas_attn.models.moe import layer as moe_layer
 from pallas_attn.models.moe import router
-from tests.models.golden_case import GREEDY, expect_golden, golden, loaded, run_twice, tensors_changed
+from tests.models.golden_case import (
+    GREEDY,
+    expect_golden,
+    expect_mutations_of_transformers,
+    golden,
+    loaded,
+    run_twice,
+    tensors_changed,
+)
 from tests.models.step_case import PAGE_SIZE, Pages, step
-from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, MARGIN, Patch, assert_parity, reconfigured, replaced
+from tests.models.test_parity import (
+    GOLDENS,
+    MARGIN,
+    Patch,
+    assert_parity,
+    longest_prompt_logits,
+    reconfigured,
+    replaced,
+    undetected,
+)
 
 NAMES = ("gemma4", "gemma4-k-eq-v", "gemma4-moe")
 TINY = GEMMA_PRESETS["gemma4-tiny"]
@@ -290,44 +307,16 @@ MISTAKES: dict[str, tuple[str, Callable[[Patch], None]]] = {
 }
 
 
-def longest_prompt_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits of the model and of the golden for the longest prompt. The model runs without jit, so that each
-    operation is compiled once for all mistakes."""
-    expected = golden(name)
-    prompt, wanted = max(zip(expected.prompts, expected["logits"], strict=True), key=lambda pair: len(pair[0]))
-    decoder = load_model(GOLDENS / name, jnp.float32, AttentionSettings(implementation="reference"))
-    pages = Pages.scatter(1, -(-len(prompt) // PAGE_SIZE))
-    metadata = step(pages, prefill=[(0, 0, len(prompt))])
-    with jax.disable_jit():
-        logits, _ = decoder(jnp.asarray(prompt, jnp.int32), pages.allocate(decoder), metadata)
-    return np.asarray(logits), wanted
-
-
-def is_detected(mistake: str) -> bool:
-    name, make = MISTAKES[mistake]
-    with pytest.MonkeyPatch.context() as patch:
-        make(patch)
-        logits, wanted = longest_prompt_logits(name)
-    try:
-        assert_parity(logits, wanted)
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.slow  # slow, because test_parity.py shows that `assert_parity` detects a mistake
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mistake_is_detected(name: str):
-    assert_parity(*longest_prompt_logits(name))
-    mistakes = [mistake for mistake, (where, _) in MISTAKES.items() if where == name]
-    assert [mistake for mistake in mistakes if not is_detected(mistake)] == []
+    prompt_logits = functools.partial(longest_prompt_logits, name, golden(name))
+    assert_parity(*prompt_logits())
+    assert undetected({key: make for key, (where, make) in MISTAKES.items() if where == name}, prompt_logits) == []
 
 
 def test_every_mistake_of_transformers_is_made():
-    for name in NAMES:
-        about = json.loads((GOLDENS / name / "golden.json").read_text())
-        assert about["mutations"].keys() <= MISTAKES.keys()
-        assert min(about["mutations"].values()) > 100 * LOGIT_TOLERANCE
+    expect_mutations_of_transformers(NAMES, MISTAKES)
 
 
 # --- the engine

@@ -14,11 +14,12 @@ import pytest
 
 from pallas_attn.models.checkpoints import load_model, random_model
 from pallas_attn.models.decoder import Decoder, KVScales, split_model
-from pallas_attn.models.engine import Decoded, Engine, EngineConfig, PlainRun, SamplingParams
+from pallas_attn.models.engine import Decoded, Engine, PlainRun, SamplingParams
 from pallas_attn.models.engine.verify import TOLERANCE
 from scripts.tools.wide_latents import LATENT_DIM, save_wide
 from tests.models import engine_case
 from tests.models.step_case import PAGE_SIZE, Pages, step
+from tests.models.test_sparse import SIZES
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v2-group"
 PROMPTS = json.loads((GOLDEN / "prompts.json").read_text())
@@ -73,18 +74,7 @@ def test_engine_tokens_over_fp8_latents_equal_plain_run(name: str, request: pyte
     """
     model: Decoder = small() if name == "random" else request.getfixturevalue("wide")
     prompts = [*engine_case.PROMPTS] if name == "random" else PROMPTS
-    sizes = EngineConfig(
-        num_pages=14,
-        page_size=8,
-        max_batched_tokens=16,
-        max_num_seqs=3,
-        max_model_len=104,
-        decode_buckets=(3,),
-        prefill_buckets=(16,),
-        separate_prefill=False,
-        cache_dtype="float8_e4m3fn",
-    )
-    engine = Engine(model, sizes)
+    engine = Engine(model, dataclasses.replace(SIZES, cache_dtype="float8_e4m3fn"))
     outputs = [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
     stats = engine.stats()
     assert stats.preemptions > 0

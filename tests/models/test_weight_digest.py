@@ -78,10 +78,6 @@ def exchange_elements(values: np.ndarray) -> None:
     values[3, 5], values[3, 6] = values[3, 6], values[3, 5]
 
 
-def exchange_signs(values: np.ndarray) -> None:
-    values[3, 5], values[4, 5] = -values[3, 5], -values[3, 5]
-
-
 def reverse_columns(values: np.ndarray) -> None:
     values[:] = values[:, ::-1]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, paged_prefill, ragged_attention
+from pallas_attn import paged_prefill, ragged_attention
 from pallas_attn.mosaic.blackwell import prefill
 from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.runtime import device
@@ -24,6 +24,7 @@ from tests.contract.paged_case import PagedCase
 from tests.contract.test_ragged_attention import RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.ops import test_paged_prefill_mosaic
 
 # Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -41,18 +42,7 @@ RAGGED = RaggedCase(
     value_dim=64,
     dtype="bfloat16",
 )
-PAGED = PagedCase(
-    kv_lens=(0, 20, 200, 65),
-    q_lens=(0, 3, 40, 1),
-    tokens=48,
-    head_dim=64,
-    page_size=16,
-    pages_per_row=16,
-    num_pages=56,
-    dtype="bfloat16",
-    head_windows=((FULL, 0), (FULL, 0)),
-    sinks="mixed",
-)
+PAGED = test_paged_prefill_mosaic.BASE
 
 
 @pytest.fixture(autouse=True)
