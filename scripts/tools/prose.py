@@ -113,8 +113,8 @@ def prose(file: Path) -> Iterator[ProseLine]:
     return (python_prose if file.suffix == ".py" else markdown_prose)(file, file.read_text())
 
 
-def rates(lines: Iterable[ProseLine], fewest_words: int = FEWEST_WORDS) -> dict[Path, Rate]:
-    """Return the rate of each folder that directly contains files. Folders with fewer than `fewest_words` words are
+def rates(lines: Iterable[ProseLine]) -> dict[Path, Rate]:
+    """Return the rate of each folder that directly contains files. Folders with fewer than `FEWEST_WORDS` words are
     added to their parents.
     """
     words: collections.Counter[Path] = collections.Counter()
@@ -123,7 +123,7 @@ def rates(lines: Iterable[ProseLine], fewest_words: int = FEWEST_WORDS) -> dict[
         words[line.file.parent] += len(line.text.split())
         hits[line.file.parent] += line.hits
     for folder in sorted(words, key=lambda folder: -len(folder.parts)):
-        if words[folder] < fewest_words and folder != folder.parent:
+        if words[folder] < FEWEST_WORDS and folder != folder.parent:
             words[folder.parent] += words.pop(folder)
             hits[folder.parent] += hits.pop(folder)
     return {folder: Rate(words[folder], hits[folder]) for folder in sorted(words)}
