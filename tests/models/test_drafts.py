@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.sampler import SamplingRows, sample
+from pallas_attn.models.engine.speculation.acceptance import accept, accept_branch
 from pallas_attn.models.engine.speculation.draft_control import (
     FORGOTTEN_STEPS,
     PROBE_STEPS,
@@ -24,7 +25,6 @@ from pallas_attn.models.engine.speculation.draft_control import (
 )
 from pallas_attn.models.engine.speculation.ngram import continue_ngrams
 from pallas_attn.models.engine.speculation.proposer import DraftTree
-from pallas_attn.models.engine.speculation.step import accept, accept_branch
 from tests.kit.slow_cases import slow_cases
 
 find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))

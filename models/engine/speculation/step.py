@@ -45,6 +45,7 @@ from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.logit_edits import DraftsBefore, EditState, make_edit
 from pallas_attn.models.engine.sampler import draw
+from pallas_attn.models.engine.speculation.acceptance import NOTHING, Verified, first, leading, verify, verify_tree
 from pallas_attn.models.engine.speculation.proposer import (
     NO_DRAFT,
     DraftRows,
@@ -59,9 +60,6 @@ from pallas_attn.models.engine.speculation.proposer import (
 from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import StepOutputs, logprobs_of_rows, make_outputs
 from pallas_attn.models.engine.step.plan import RowTokens
-
-_NOTHING = -2
-"""Entry of an array of tokens that stands for no token: padding after the last token of a row, or no sampled token."""
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
@@ -138,85 +136,6 @@ def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int 
         raise NotImplementedError(f"speculate: a tree of drafts needs decode rows of several tokens; {reason}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Verified:
-    """Result of verification for the Bd decode rows of a step. Each row has Q = 1 + d inputs: input 0 is the newest
-    token, and input j + 1 is draft j.
-
-    Attributes:
-      tokens: int32 [Bd, Q], new tokens of each row: the tokens sampled after input 0 and after each accepted draft, in
-        order; then _NOTHING.
-      accepted: int32 [Bd], number of accepted drafts.
-      lens: int32 [Bd], number of tokens of each sequence with the new tokens; 0 for idle rows.
-      last: int32 [Bd], index of the input that is the last accepted draft; 0 if no draft is accepted.
-      next_tokens: int32 [Bd, Q], token sampled after each input, if the input is 0 or an accepted draft; else _NOTHING.
-      inputs: int32 [Bd, Q], index of the input after which each of `tokens` was sampled.
-    """
-
-    tokens: Int32[Array, "Bd Q"]
-    accepted: Int32[Array, "Bd"]
-    lens: Int32[Array, "Bd"]
-    last: Int32[Array, "Bd"]
-    next_tokens: Int32[Array, "Bd Q"]
-    inputs: Int32[Array, "Bd Q"]
-
-
-def accept(
-    chosen: Int32[Array, "B Q"], drafts: Int32[Array, "B d"], num_drafts: Int32[Array, "B"]
-) -> Int32[Array, "B"]:
-    """Return the number of accepted drafts of each row: leading drafts that equal the tokens sampled at their
-    positions.
-
-    Args:
-      chosen: tokens sampled after the newest token and after each draft, Q = 1 + d.
-      drafts: drafts in a line.
-      num_drafts: number of drafts of each row.
-    """
-    return jnp.minimum(_leading(chosen[:, :-1] == drafts), num_drafts)
-
-
-def accept_branch(
-    chosen: Int32[Array, "B Q"],
-    drafts: Int32[Array, "B d"],
-    parents: Int32[Array, "B d"],
-    num_drafts: Int32[Array, "B"],
-    depth: int,
-) -> tuple[Int32[Array, "B Q"], Int32[Array, "B"]]:
-    """Find the accepted branch of each row's tree: the drafts on it equal the tokens sampled at their positions.
-
-    Input 0 is the newest token, and input j + 1 is draft j.
-
-    Args:
-      chosen: tokens sampled after each input, Q = 1 + d.
-      drafts: drafts of the tree.
-      parents: index of the input that each draft follows.
-      num_drafts: number of drafts of each row.
-      depth: number of drafts of the longest branch.
-
-    Returns:
-      Indices of the inputs along the branch, starting with 0, and repeating the last input up to Q entries; and the
-      number of drafts on the branch.
-    """
-    rows, index = jnp.arange(chosen.shape[0], dtype=jnp.int32), jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
-    given = index < num_drafts[:, None]
-    branch = [jnp.zeros_like(num_drafts)]
-    accepted = jnp.zeros_like(num_drafts)
-    for _ in range(depth):
-        at = branch[-1]
-        follows = given & (parents == at[:, None]) & (drafts == chosen[rows, at][:, None])
-        found = jnp.any(follows, axis=1)
-        branch.append(jnp.where(found, jnp.argmax(follows, axis=1).astype(jnp.int32) + 1, at))
-        accepted += found.astype(jnp.int32)
-    branch += [branch[-1]] * (drafts.shape[1] - depth)
-    return jnp.stack(branch, axis=1), accepted
-
-
-def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
-    """Return the number of leading True entries of each row."""
-    index = jnp.arange(holds.shape[1], dtype=jnp.int32)[None]
-    return jnp.min(jnp.where(holds, holds.shape[1], index), axis=1, initial=holds.shape[1])
-
-
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +184,7 @@ def propose(
     tree, drafts, memory = _propose(proposer, weights, state.proposer, rows, bucket)
     # Drafts are counted up to the first negative id (NO_DRAFT). An id beyond the vocabulary is harmless: it is never
     # sampled, so it is never accepted.
-    counts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
+    counts = jnp.where(rows.lens > 0, jnp.minimum(leading(drafts >= 0), rows.max_drafts), 0)
     index = jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None]
     is_draft = index < counts[:, None]
     parents = jnp.broadcast_to(index - 1, drafts.shape) if tree is None else jnp.clip(tree.parents, -1, index - 1)
@@ -393,10 +312,10 @@ def sample(
     logprobs = logprobs_of_rows(config, edited, logits, chosen)
     of_rows = chosen[:num_decode].reshape(num_rows, queries)
     if tree is None or reach is None:
-        verified, depth = _verify(of_rows, drafts.tokens, drafts.counts, rows.lens), drafts.counts
+        verified, depth = verify(of_rows, drafts.tokens, drafts.counts, rows.lens), drafts.counts
     else:
-        verified = _verify_tree(of_rows, tree, drafts.counts, rows.lens, proposer.depth(bucket.num_drafts))
-        is_input = _first(reach, 1 + drafts.counts)
+        verified = verify_tree(of_rows, tree, drafts.counts, rows.lens, proposer.depth(bucket.num_drafts))
+        is_input = first(reach, 1 + drafts.counts)
         depth = jnp.max(jnp.where(is_input, jnp.sum(reach, axis=2, dtype=jnp.int32), 1), axis=1) - 1
     of_prefill = chosen[num_decode:]
     hidden = None
@@ -452,7 +371,7 @@ def _propose(
 def _next_state(
     state: SpeculativeState,
     observed: ObservedStep,
-    verified: _Verified,
+    verified: Verified,
     of_prefill: Int32[Array, "S"],
     memory: Any,
 ) -> SpeculativeState:
@@ -475,7 +394,7 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
     """Split the tokens that `sample` returns into rows, on the host.
 
     Args:
-      result: int32 [Bd · (2 + d) + prefill rows]. Each decode row has Q = 1 + d tokens, padded with _NOTHING, and then
+      result: int32 [Bd · (2 + d) + prefill rows]. Each decode row has Q = 1 + d tokens, padded with NOTHING, and then
         `RowTokens.drafted`: the number of verified drafts, or for a tree the length of the longest branch of verified
         drafts. The decode rows are followed by one token per prefill row.
       bucket: padded shape of the step.
@@ -487,7 +406,7 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
     width = 2 + bucket.num_drafts
     decode, prefill = np.split(result, [bucket.decode_rows * width])
     rows = [
-        RowTokens([token for token in tokens if token != _NOTHING], drafted)
+        RowTokens([token for token in tokens if token != NOTHING], drafted)
         for *tokens, drafted in decode.reshape(-1, width)[:num_decode].tolist()
     ]
     return rows, [RowTokens([token]) for token in prefill.tolist()]
@@ -554,55 +473,11 @@ def _line_reach(num_rows: int, queries: int) -> Bool[Array, "Bd Q Q"]:
     return jnp.broadcast_to(index[:, None] >= index[None], (num_rows, queries, queries))
 
 
-def _verify(
-    chosen: Int32[Array, "Bd Q"],
-    drafts: Int32[Array, "Bd d"],
-    num_drafts: Int32[Array, "Bd"],
-    lens: Int32[Array, "Bd"],
-) -> _Verified:
-    """Compare drafts in a line with the tokens sampled after each input (`chosen`). `lens` is 0 for idle rows."""
-    accepted = accept(chosen, drafts, num_drafts)
-    query = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None]
-    is_got = (query <= accepted[:, None]) & (lens > 0)[:, None]
-    tokens = jnp.where(is_got, chosen, _NOTHING)
-    inputs = jnp.broadcast_to(query, tokens.shape)
-    return _Verified(tokens, accepted, jnp.where(lens > 0, lens + accepted + 1, 0), accepted, tokens, inputs)
-
-
-def _verify_tree(
-    chosen: Int32[Array, "Bd Q"],
-    tree: DraftTree,
-    num_drafts: Int32[Array, "Bd"],
-    lens: Int32[Array, "Bd"],
-    depth: int,
-) -> _Verified:
-    """Compare the drafts of a tree with the tokens sampled after each input (`chosen`). `depth` is the length of the
-    longest branch; `lens` is 0 for idle rows."""
-    branch, accepted = accept_branch(chosen, tree.tokens, tree.parents + 1, num_drafts, depth)
-    got = _first(chosen, jnp.where(lens > 0, accepted + 1, 0))
-    tokens = jnp.where(got, jnp.take_along_axis(chosen, branch, axis=1), _NOTHING)
-    query = jnp.arange(chosen.shape[1], dtype=jnp.int32)
-    on_branch = jnp.any(got[:, :, None] & (branch[:, :, None] == query[None, None]), axis=1)
-    return _Verified(
-        tokens,
-        accepted,
-        lens=jnp.where(lens > 0, lens + accepted + 1, 0),
-        last=branch[:, -1],
-        next_tokens=jnp.where(on_branch, chosen, _NOTHING),
-        inputs=branch,
-    )
-
-
-def _first(x: Array, counts: Int32[Array, "B"]) -> Bool[Array, "B n"]:
-    """Return a mask [B, n] of the first `counts[b]` entries of row b, with n = x.shape[1]."""
-    return jnp.arange(x.shape[1], dtype=jnp.int32)[None] < counts[:, None]
-
-
 def _observe(
     step: PackedStep,
     metadata: StepMetadata,
     tokens: Int32[Array, "T"],
-    verified: _Verified,
+    verified: Verified,
     of_prefill: Int32[Array, "S"],
     hidden: Float[Array, "T D"] | None,
     rows: DraftRows,
@@ -613,7 +488,7 @@ def _observe(
     after_end = jnp.where(step.prefill_next < 0, jnp.maximum(of_prefill, 0), step.prefill_next)
     following = dataclasses.replace(step, prefill_next=after_end).next_prompt_tokens()
     is_prompt = index < step.cu_q_lens[-1]
-    counts = verified.next_tokens != _NOTHING
+    counts = verified.next_tokens != NOTHING
     got = jnp.where(counts, jnp.maximum(verified.next_tokens, 0), -1).reshape(-1)
     firsts = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
     decode_request_slots = jnp.where(verified.lens > 0, step.decode_request_slots, -1)
