@@ -58,6 +58,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+def add_switch(group: argparse._ActionsContainer, name: str, description: str, *, default: bool) -> None:
+    """Add an option without a value, such as --name, and its opposite, --no-name."""
+    description += f" (default: {'yes' if default else 'no'})"
+    group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=description)
+
+
 def integer(text: str) -> int:
     """Parse an integer of less than 2**31, for argparse, which adds the flag to the error."""
     try:

@@ -24,6 +24,7 @@ from pallas_attn.models.cli.command_line import (
     FAILED,
     Parser,
     UsageError,
+    add_switch,
     as_usage_error,
     exit_status,
     integer,
@@ -276,12 +277,12 @@ def _parser(prog: str) -> Parser:
     add_attention(parser.add_argument_group("computation"))
     compilation = parser.add_argument_group("compilation")
     add_compilation_cache(compilation)
-    compilation.add_argument(
+    add_switch(
+        compilation,
         "--background-compilation",
-        action=argparse.BooleanOptionalAction,
+        "be ready when the programs of the largest batch shapes are compiled, which serve all requests with more"
+        " padding, and compile the programs of other shapes while requests run",
         default=False,
-        help="be ready when the programs of the largest batch shapes are compiled, which serve all requests with more"
-        " padding, and compile the programs of other shapes while requests run (default: no)",
     )
     engine = parser.add_argument_group("engine")
     default_sizes = {
@@ -321,11 +322,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--generation-config",
-        action=argparse.BooleanOptionalAction,
+        "use the sampling parameters of generation_config.json as defaults",
         default=True,
-        help="use the sampling parameters of generation_config.json as defaults (default: yes)",
     )
     for flag, name, kinds in (
         ("--tool-call-parser", "tool_calls", get_args(ToolCallFamily.__value__)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,20 @@ def read_bounded(path: Path) -> bytes:
     return content
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, convert: Callable[[Any], Any] = lambda value: value) -> Any:
     """Read a JSON file.
 
+    Args:
+      path: the file.
+      convert: function whose result is returned instead of the contents. It raises ValueError for wrong contents.
+
     Raises:
-      ValueError: the file is too large, not JSON or nested too deeply.
+      ValueError: the file is too large, not JSON, nested too deeply, or has wrong contents.
       OSError: the file cannot be read.
     """
     content = read_bounded(path)
     try:
-        return parse_json(content)
+        return convert(parse_json(content))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -145,11 +145,7 @@ def load_windows(path: Path) -> Windows:
       ValueError: the file has other contents.
       OSError: the file cannot be read.
     """
-    entry = read_json(path)
-    try:
-        return read_head_windows(entry)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return read_json(path, read_head_windows)
 
 
 def read_head_windows(entry: Any) -> Windows:

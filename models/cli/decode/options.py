@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pallas_attn.models.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
+from pallas_attn.models.cli.command_line import Parser, UsageError, add_switch, bounded, check_outputs, integer
 from pallas_attn.models.cli.decode.sizes import CHAT_TOKENS, DEMO_STEP_TOKENS, STEP_TOKENS
 from pallas_attn.models.cli.mesh import add_mesh, parse_mesh
 from pallas_attn.models.cli.model_options import (
@@ -270,29 +270,19 @@ def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str])
         metavar="N",
         help=f"maximum tokens of a request, prompt and output (default: {default_sizes['max_model_len']})",
     )
-    group.add_argument(
-        "--chunked-prefill",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="split long prompts over several steps (default: yes)",
-    )
-    group.add_argument(
-        "--prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share the pages of equal prefixes (default: yes)",
-    )
+    add_switch(group, "--chunked-prefill", "split long prompts over several steps", default=True)
+    add_switch(group, "--prefix-caching", "share the pages of equal prefixes", default=True)
     group.add_argument(
         "--prefix-cache",
         type=Path,
         metavar="FILE",
         help="load cached prefixes from FILE if it exists, and save them at the end",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--recycling",
-        action=argparse.BooleanOptionalAction,
+        "while a request runs, release its pages before the attention windows",
         default=True,
-        help="while a request runs, release its pages before the attention windows (default: yes)",
     )
     group.add_argument(
         "--cascade-attention",
