@@ -2,8 +2,9 @@
 
 The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`. Modules in reading order:
 
-- `engine`: the main loop and the public methods. `assembly` constructs the parts of an engine. `tracked_request` and
-  `step_log` record requests and steps.
+- `engine`: the public methods, and the recovery after exceptions. `step_loop`: the main loop. `request_table` and
+  `tracked_request`: records of requests. `step_log`: statistics. `warmup`: compilation before steps. `assembly`
+  constructs the parts of an engine. `request_checks`: checks of new requests.
 - `config`: sizes and options. `request`: requests and sampling parameters. `outputs`: results and statistics.
 - `scheduler`: plans steps and allocates cache pages, in plain Python. `group_sizes` divides the cache memory between
   layers with different attention windows.
@@ -13,8 +14,9 @@ The package imports `pallas_attn.models.config` and `pallas_attn.models.decoder`
 - `step`: `plan` (the scheduler's plan of a step), `packed` (the plan as one array for the device), `plain` (the
   function that is compiled), `layered` (a step as several programs), `background` (compilation while steps run),
   `result` (tokens and logits on the device).
-- `speculation`: `proposer` (interface of draft proposers), `step` (a step that verifies drafts), `draft_control`
-  (number of drafts per step); the proposers `ngram`, `draft_model`, `mtp`.
+- `speculation`: `proposer` (interface of draft proposers), `step` (programs of a step with drafts), `acceptance`
+  (comparison of drafts with sampled tokens), `draft_control` (number of drafts per step); the proposers `ngram`,
+  `draft_model`, `mtp`.
 - `kv_transfer`: `engine_transfers` (transfer methods of the engine), `cached_pages` (exported pages), `cache_rows` and
   `split_rows` (copies of cache pages on one device and on a mesh), `written_pages` and `incoming_pages` (layer by
   layer), `remote_prefill` and `transport` (between two processes), `fields` (validation of messages and files).

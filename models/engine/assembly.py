@@ -22,9 +22,14 @@ from pallas_attn.models.engine.scheduler import Scheduler
 from pallas_attn.models.engine.speculation.draft_control import DraftControl, step_cost
 
 
-def check_mesh(model: Decoder, config: EngineConfig, processes: Processes | None) -> None:
-    """Raise ValueError if the model was loaded for another mesh than `config.mesh`, or the mesh spans several processes
-    and `processes` is None."""
+def check_devices(model: Decoder, config: EngineConfig, processes: Processes | None) -> None:
+    """Check that an engine can use the mesh of the model, and the processes.
+
+    Raises:
+      ValueError: the model was loaded for another mesh than `config.mesh`, or the mesh spans several processes and
+        `processes` is None.
+      NotImplementedError: `config.background_compilation` with several processes.
+    """
     if model.mesh != (config.mesh and normal_mesh(config.mesh)):
         raise ValueError(
             f"mesh: expected the mesh that the model was loaded for, {_devices(model.mesh)}; got"
@@ -32,6 +37,11 @@ def check_mesh(model: Decoder, config: EngineConfig, processes: Processes | None
         )
     if spans_processes(model.mesh) and processes is None:
         raise ValueError("processes: expected Processes, because the mesh spans several processes; got None")
+    if config.background_compilation and processes is not None:
+        raise NotImplementedError(
+            "background_compilation: not supported with several processes, which must all run the same programs,"
+            " but compile them at different times"
+        )
 
 
 def checked_model_len(model: Decoder, config: EngineConfig) -> int:

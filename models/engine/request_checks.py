@@ -1,11 +1,13 @@
-"""Checks of a new request: token ids and sampling parameters that the engine supports."""
+"""Checks of a new request: types of arguments, token ids, and sampling parameters that the engine supports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pallas_attn.models.engine.config import EngineConfig
+from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.request import MAX_EDITED_TOKENS, SamplingParams, as_integers
+from pallas_attn.models.engine.token_filter import TokenFilter
 
 
 def checked_ids(name: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -15,6 +17,16 @@ def checked_ids(name: str, given: Sequence[int], vocab_size: int) -> tuple[int, 
     if outside:
         raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {outside[0]}")
     return ids
+
+
+def check_types(on_token: object, incoming: object, token_filter: object) -> None:
+    """Raise ValueError if one of these arguments of `Engine.add_request` has another type."""
+    if on_token is not None and not callable(on_token):
+        raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
+    if incoming is not None and not isinstance(incoming, IncomingPages):
+        raise ValueError(f"incoming: expected the result of receive_pages or None, got {incoming!r}")
+    if token_filter is not None and not isinstance(token_filter, TokenFilter):
+        raise ValueError(f"token_filter: expected an object with a method allowed, or None, got {token_filter!r}")
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

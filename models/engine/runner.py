@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +59,11 @@ class Runner:
 
     A model on a mesh runs inside one `jax.shard_map` around the step. Each data rank has its own rows, tokens and
     pages.
+
+    Attributes:
+      prefers_compiled: whether a step uses the smallest compiled bucket that holds it, instead of the smallest bucket.
+        `Warmup` sets it while buckets are compiled in the background.
+      compile_s: seconds of all compilations, except in the background.
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, processes: Processes | None = None):
@@ -93,7 +97,7 @@ class Runner:
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         self._layered: LayeredStep | None = None
         self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
-        self._background: BackgroundCompiler | None = None
+        self.prefers_compiled = False
         self._num_steps = 0
         self.compile_s = 0.0
         self._caches: Caches = ()
@@ -128,6 +132,10 @@ class Runner:
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         return None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
+
+    def now(self) -> float:
+        """Time in seconds, on a clock that stops during compilation."""
+        return time.perf_counter() - self.compile_s
 
     @property
     def num_compilations(self) -> int:
@@ -271,8 +279,7 @@ class Runner:
         return [dataclasses.replace(bucket, skips_layers=bucket.prefill_tokens > 0) for bucket in buckets]
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
-        """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`. While
-        `compile_in_background` is not complete, only compiled buckets are chosen, if one of them holds the step."""
+        """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`."""
         some = [plan for plan in plans if plan is not None]
         prompt_logprobs = any(plan.wants_prompt_logprobs for plan in some)
         num_decode = max(len(plan.decode) for plan in some)
@@ -284,15 +291,15 @@ class Runner:
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
             if num_drafts <= bucket.num_drafts and not bucket.cascade
         ]
-        if self._background is not None:
+        if self.prefers_compiled:
             holding = [bucket for bucket in holding if bucket in self._programs.forward] or holding
         return holding[0]
 
     def _usable(self, all_logits: bool, prompt_logprobs: bool) -> list[Bucket]:
-        """Return the buckets among which `bucket_of` chooses. While `compile_in_background` is not complete, the
-        buckets that compute hidden states of prompt tokens also serve steps that do not need them."""
+        """Return the buckets among which `bucket_of` chooses. With `prefers_compiled`, the buckets that compute hidden
+        states of prompt tokens also serve steps that do not need them."""
         buckets = self.buckets(all_logits, prompt_logprobs)
-        return buckets if self._background is None else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
+        return buckets if not self.prefers_compiled else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
 
     def compile(self, buckets: Sequence[Bucket], on_compiled: OnCompiled | None = None) -> None:
         """Compile the buckets that are not compiled yet.
@@ -317,62 +324,29 @@ class Runner:
         """Return few buckets. Each step fits into one of them, even with log probabilities of its prompts."""
         return self._config.covering_buckets(all_logits)
 
-    def compile_in_background(self, buckets: Sequence[Bucket]) -> None:
-        """Compile the buckets that are not compiled yet in a thread. `take_compiled` makes them available to steps."""
+    def start_compiling(self, buckets: Sequence[Bucket]) -> BackgroundCompiler | None:
+        """Start a thread that compiles the buckets that are not compiled yet; None if all are compiled."""
         new = {bucket: self._split_of(bucket) for bucket in buckets if bucket not in self._programs.forward}
-        if new:
-            self._background = BackgroundCompiler(self._programs, new, self._programs.shapes(self._state()))
-            weakref.finalize(self, self._background.stop)
+        return BackgroundCompiler(self._programs, new, self._programs.shapes(self._state())) if new else None
 
-    def take_compiled(self) -> bool:
-        """Make the next bucket available that the thread has compiled. On a GPU, run it twice without rows.
+    def add_compiled(self, bucket: Bucket, forward: Any) -> None:
+        """Make a bucket available that a `BackgroundCompiler` has compiled. On a GPU, run it twice without rows.
 
         If this raises, the caches may be invalid: call `reset`.
 
-        Returns:
-          Whether there was a bucket.
+        Args:
+          bucket: the bucket.
+          forward: its forward program.
         """
-        found = None if self._background is None else self._background.next_compiled()
-        if self._background is None or found is None:
-            return False
-        bucket, forward = found
         with self._timing():
-            self._run_twice([found])
+            self._run_twice([(bucket, forward)])
         self._programs.forward[bucket] = forward
-        self._background.taken()
-        if self._background.is_complete:
-            self._background = None
-        return True
-
-    def stop_background(self) -> None:
-        """End the thread of `compile_in_background`. Wait for the bucket that it compiles."""
-        if self._background is not None:
-            self._background.stop()
-            self._background.join()
-
-    def finish_background(self) -> None:
-        """Wait until the thread of `compile_in_background` has compiled all buckets, and make them available."""
-        if self._background is not None:
-            self._background.join()
-            while self.take_compiled():
-                pass
-            self.warm_up()
-
-    @property
-    def num_pending(self) -> int:
-        """Number of buckets that `take_compiled` may still make available to steps."""
-        return 0 if self._background is None else self._background.num_pending
-
-    @property
-    def num_compile_errors(self) -> int:
-        """Number of buckets whose compilation failed in the thread of `compile_in_background`."""
-        return 0 if self._background is None else self._background.num_errors
 
     def prompt_sizes(self, all_logits: bool = False) -> tuple[int, ...]:
-        """Return the numbers of prompt tokens to which steps are padded, ascending. Until `compile_in_background` is
-        complete, a number below the largest is returned only if all its buckets are available."""
+        """Return the numbers of prompt tokens to which steps are padded, ascending. With `prefers_compiled`, numbers
+        below the largest are returned only if all their buckets are compiled."""
         sizes, compiled = self._config.prefill_buckets, self._programs.forward
-        if self._background is None:
+        if not self.prefers_compiled:
             return sizes
         missing = {bucket.prefill_tokens for bucket in self.buckets(all_logits) if bucket not in compiled}
         return (*(size for size in sizes[:-1] if size not in missing), sizes[-1])
@@ -479,7 +453,7 @@ class Runner:
         bucket, shared_pages = self.bucket_of(plans, all_logits), list[int]()
         if self._cascade is not None:
             cascade, counted = self._cascade.choose(bucket, plans)
-            if self._background is None or cascade in self._programs.forward:
+            if not self.prefers_compiled or cascade in self._programs.forward:
                 bucket, shared_pages = cascade, counted
         copy, last = None, range(0)
         if on_layer is None:

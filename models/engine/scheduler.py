@@ -69,6 +69,14 @@ class Scheduler:
     Exceptions. An exception in any call, such as MemoryError or KeyboardInterrupt, may leave the state inconsistent,
     except the requests themselves and their tokens that have been read. After an exception the caller must call
     `requeue_all`, which rebuilds all other state.
+
+    Attributes:
+        max_len: Maximum sequence length in tokens: the smaller of `max_model_len` and 1 + (tokens that fit the pools).
+            The last token of a sequence needs no room, because its keys and values are never computed.
+        num_preemptions: Number of preemptions.
+        looked_up_tokens: Total number of prompt tokens that were looked up in the prefix cache. Each request counts
+            once, when it is admitted for the first time.
+        found_tokens: Number of the `looked_up_tokens` that were found in the prefix cache.
     """
 
     def __init__(
@@ -116,8 +124,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._max_prefill_seqs = max_prefill_seqs
         self._max_model_len = max_model_len
-        # A sequence may be one token longer than the pools, because the K/V of its last token is never computed.
-        self._max_len = min(max_model_len, pools.max_tokens + 1)
+        self.max_len = min(max_model_len, pools.max_tokens + 1)
         self._chunked_prefill = chunked_prefill
         self._padded_sizes = tuple(padded_sizes)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -127,7 +134,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_slots = list(reversed(range(pools.max_num_seqs)))
         self._launched: deque[StepPlan] = deque()
-        self._num_preemptions = self._looked_up_tokens = self._found_tokens = 0
+        self.num_preemptions = self.looked_up_tokens = self.found_tokens = 0
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -138,25 +145,15 @@ class Scheduler:
         return tuple(self._running)
 
     @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions."""
-        return self._num_preemptions
+    def hit_tokens(self) -> int:
+        """Number of tokens that the prefix cache has found for requests, at every admission."""
+        return 0 if self._prefix_cache is None else self._prefix_cache.hit_tokens
 
     @property
-    def looked_up_tokens(self) -> int:
-        """Total number of prompt tokens that were looked up in the prefix cache. Each request counts once, when it is
-        admitted for the first time."""
-        return self._looked_up_tokens
-
-    @property
-    def found_tokens(self) -> int:
-        """Number of the `looked_up_tokens` that were found in the prefix cache."""
-        return self._found_tokens
-
-    @property
-    def max_len(self) -> int:
-        """Maximum sequence length in tokens: the smaller of `max_model_len` and 1 + (tokens that fit the pools)."""
-        return self._max_len
+    def used_rows(self) -> tuple[int, ...]:
+        """Number of page rows that requests own, for each cache group. A page row is one page of one KV head, or one
+        page of all KV heads if the heads have equal windows."""
+        return self._pools.num_owned
 
     @property
     def has_unfinished(self) -> bool:
@@ -448,8 +445,8 @@ class Scheduler:
         if request.num_cached is None:
             request.num_cached = request.num_computed
             if cache is not None:
-                self._looked_up_tokens += len(known)
-                self._found_tokens += request.num_computed
+                self.looked_up_tokens += len(known)
+                self.found_tokens += request.num_computed
         self._running.append(self._waiting.popleft())
         return request
 
@@ -466,7 +463,7 @@ class Scheduler:
             if request.num_drafts_in_flight:
                 return False
             self._requeue(self._running[-1])
-            self._num_preemptions += 1
+            self.num_preemptions += 1
         return request.is_running
 
     def _draft_room(self, request: Request, wanted: int) -> int:
@@ -564,7 +561,7 @@ class Scheduler:
 
     def _limit(self, request: Request) -> int:
         """Length of the sequence, in tokens with the prompt, at which a request ends."""
-        return min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)
+        return min(self.max_len, len(request.prompt_ids) + request.params.max_tokens)
 
     def _is_full_length(self, request: Request, num_tokens: int) -> bool:
         return num_tokens >= self._limit(request)

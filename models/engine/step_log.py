@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 
+from pallas_attn.models.engine.distributed.data_ranks import DataRanks
 from pallas_attn.models.engine.group_sizes import GroupSizes
-from pallas_attn.models.engine.outputs import GroupStats, StepRecord, Totals
-from pallas_attn.models.engine.runner import StepResult
+from pallas_attn.models.engine.outputs import EngineStats, GroupStats, StepRecord, Totals
+from pallas_attn.models.engine.runner import Runner, StepResult
 from pallas_attn.models.engine.step.plan import RowTokens
+from pallas_attn.models.engine.warmup import Warmup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,36 @@ class StepLog:
         return tuple(
             GroupStats(group.layers, group.num_heads, group.num_rows * self._num_ranks, used, peak)
             for group, used, peak in zip(self._groups, used_rows, self.peak_rows, strict=True)
+        )
+
+    def stats(self, ranks: DataRanks, runner: Runner, warmup: Warmup, num_pages: int) -> EngineStats:
+        """Return the statistics of an engine.
+
+        Args:
+          ranks, runner, warmup: parts of the engine.
+          num_pages: as `EngineStats.num_pages`.
+        """
+        totals, used = self.totals, ranks.used_rows
+        return EngineStats(
+            steps=tuple(self.records),
+            num_steps=totals.steps,
+            drafted_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
+            prefill_tokens=totals.prefill_tokens,
+            decode_tokens=totals.decode_tokens,
+            prefill_tokens_per_s=totals.prefill_tokens / totals.prefill_s if totals.prefill_s else 0.0,
+            decode_tokens_per_s=totals.decode_tokens / totals.decode_s if totals.decode_s else 0.0,
+            prefix_hit_rate=ranks.found_tokens / (ranks.looked_up_tokens or 1),
+            used_pages=self.pages(used),
+            peak_pages=self.peak_pages,
+            num_pages=num_pages,
+            groups=self.group_stats(used),
+            preemptions=ranks.num_preemptions,
+            compilations=runner.num_compilations,
+            pending_compilations=warmup.num_pending,
+            failed_compilations=warmup.num_errors,
+            compile_s=runner.compile_s,
+            cache_bytes=runner.cache_bytes,
         )
 
     def add(self, step: LaunchedStep, rows: Sequence[RowTokens], now: float) -> StepRecord:

@@ -177,7 +177,7 @@ def test_failed_compilation_is_reported_and_steps_continue(
 def test_close_ends_the_thread(compiled: Engine, gate: Gate) -> None:
     engine = Engine(model(), CONFIG)
     engine.warmup(wait=False)
-    background = engine._runner._background
+    background = engine._warmup._thread
     assert background is not None
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -199,7 +199,7 @@ def test_close_ends_the_thread(compiled: Engine, gate: Gate) -> None:
 def test_deletion_of_the_engine_ends_the_thread(gate: Gate) -> None:
     engine = Engine(model(), CONFIG)
     engine.warmup(wait=False)
-    background = engine._runner._background
+    background = engine._warmup._thread
     assert background is not None
     del engine
     gc.collect()

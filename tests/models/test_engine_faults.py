@@ -11,6 +11,7 @@ import inspect
 import itertools
 import random
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ class FakeRunner:
     """
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
-    num_pending = num_compile_errors = 0
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, model: object, config: Any, processes: object = None):
         self.page_size = config.page_size
@@ -223,7 +224,7 @@ class FaultyTraffic:
         self.arrived[request_id] = []
         arguments = {"request_id": request_id, "salt": asked.salt, "on_token": self.tell}
         self.call(self.engine.add_request, asked.prompt, asked.params, fault=fault, **arguments)
-        if request_id not in self.engine._tracked:
+        if request_id not in self.engine._requests.tracked:
             assert fault is not None
             del self.asked[request_id], self.arrived[request_id], self.told[request_id]
 
@@ -241,7 +242,7 @@ class FaultyTraffic:
         prompts, params = [one.prompt for one in asked], [one.params for one in asked]
         outputs = self.call(self.engine.generate, prompts, params, fault=fault)
         assert outputs is None or [self.result(output) for output in outputs] == [one.wanted for one in asked]
-        left = [tracked for key, tracked in self.engine._tracked.items() if key not in self.asked]
+        left = [tracked for key, tracked in self.engine._requests.tracked.items() if key not in self.asked]
         assert all(tracked.finish_reason is not None and not tracked.is_owned for tracked in left) or fault is None
 
     def step(self, fault: Fault | None = None) -> None:
@@ -254,14 +255,14 @@ class FaultyTraffic:
     def check(self) -> None:
         """Check that every request has an output, and that tokens were only appended since the last check."""
         for request_id, before in self.arrived.items():
-            if request_id not in self.engine._tracked:
+            if request_id not in self.engine._requests.tracked:
                 continue
             output = self.engine.output(request_id)
             assert output.output_ids[: len(before)] == before
             if output.logprobs is not None:
                 assert [logprob.token_id for logprob in output.logprobs] == output.output_ids
             if output.prompt_logprobs is not None and output.output_ids:
-                prompt = self.engine._tracked[request_id].request.prompt_ids
+                prompt = self.engine._requests.tracked[request_id].request.prompt_ids
                 assert list(output.prompt_logprobs) == [None, *logprobs_of(prompt[1:])]
             assert tuple(output.output_ids) == self.asked[request_id].wanted[0][: len(output.output_ids)]
             self.arrived[request_id] = output.output_ids
@@ -276,7 +277,7 @@ class FaultyTraffic:
         assert not self.engine.has_unfinished, "no end in sight"
         self.check()
         for request_id, asked in self.asked.items():
-            if request_id not in self.engine._tracked:
+            if request_id not in self.engine._requests.tracked:
                 continue
             output = self.engine.output(request_id)
             self.reasons.add(output.finish_reason)
@@ -346,7 +347,7 @@ def play(
                 return None
             return Fault(int(10 ** draw.uniform(0, 3.7)), draw.choice(ERRORS), instructions=draw.random() < 0.5)
 
-        unfinished = sum(t.finish_reason is None for t in traffic.engine._tracked.values())
+        unfinished = sum(t.finish_reason is None for t in traffic.engine._requests.tracked.values())
         if unfinished < 8 and draw.random() < 0.4:
             traffic.add(fault())
         if draw.random() < 0.05:

@@ -31,7 +31,7 @@ def test_generate_forgets_its_requests(monkeypatch):
     mine = finish(engine, [5])
     for _ in range(20):
         assert [len(output.output_ids) for output in engine.generate(PROMPTS)] == [16, 16, 16, 16]
-    assert list(engine._tracked) == [mine]
+    assert list(engine._requests.tracked) == [mine]
 
 
 def test_generate_returns_more_than_the_history_holds(monkeypatch):
@@ -55,7 +55,7 @@ def test_failed_generate_leaves_no_request(monkeypatch):
     monkeypatch.setattr(FakeRunner, "launch", failing)
     with pytest.raises(StepFailed):
         engine.generate(PROMPTS)
-    assert list(engine._tracked) == [mine]
+    assert list(engine._requests.tracked) == [mine]
     while engine.has_unfinished:
         engine.step()
     assert len(engine.output(mine).output_ids) == 9
@@ -66,7 +66,7 @@ def test_records_of_the_newest_requests_and_steps_are_stored(monkeypatch):
     ids = [finish(engine, [i]) for i in range(12)]
     waiting = engine.add_request([1], SamplingParams(max_tokens=30))
     refused = [engine.add_request([1] * 50) for _ in range(2)]
-    assert list(engine._tracked) == [*ids[-3:], waiting, *refused]
+    assert list(engine._requests.tracked) == [*ids[-3:], waiting, *refused]
     with pytest.raises(ValueError, match="no request 0; the engine remembers the newest 5 finished requests"):
         engine.output(ids[0])
     stats = engine.stats()
@@ -78,7 +78,7 @@ def test_records_of_the_newest_requests_and_steps_are_stored(monkeypatch):
 def test_all_records_are_stored_without_a_bound(monkeypatch):
     engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=None))
     ids = [finish(engine, [i % 50]) for i in range(300)]
-    assert list(engine._tracked) == ids
+    assert list(engine._requests.tracked) == ids
     assert len(engine.stats().steps) == engine.stats().num_steps == 600
 
 

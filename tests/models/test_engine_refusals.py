@@ -31,7 +31,7 @@ def test_numpy_integers_are_accepted_as_a_prompt():
     ample = engine("ample")
     prompt: Any = np.array(PROMPTS[0], np.uint16)
     request = ample.add_request(prompt)
-    assert list(ample._tracked[request].request.prompt_ids) == list(PROMPTS[0])
+    assert list(ample._requests.tracked[request].request.prompt_ids) == list(PROMPTS[0])
     ample.abort(request)
 
 
@@ -52,11 +52,11 @@ def test_invalid_id_or_callback_is_rejected(wrong, match):
 
 def test_invalid_prompt_in_generate_leaves_no_request():
     ample = engine("ample")
-    known = set(ample._tracked)
+    known = set(ample._requests.tracked)
     with pytest.raises(ValueError, match="from 0 to 63, got 64"):
         ample.generate([PROMPTS[0], [1] * 96, [VOCAB_SIZE]])
     assert not ample.has_unfinished
-    assert set(ample._tracked) == known
+    assert set(ample._requests.tracked) == known
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

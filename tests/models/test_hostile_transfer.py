@@ -309,7 +309,7 @@ def test_prefill_process_refuses_prompts_above_its_limit(monkeypatch: pytest.Mon
 
     def watched() -> Any:
         nonlocal most
-        most = max(most, len(engine._tracked))
+        most = max(most, len(engine._requests.tracked))
         return step()
 
     monkeypatch.setattr(engine, "step", watched)
@@ -763,7 +763,7 @@ def test_generate_computes_more_prompts_than_the_history() -> None:
     with pair(engine, history=1) as remote:
         outputs = remote.generate(PROMPTS, PARAMS)
     assert [tuple(output.output_ids) for output in outputs] == list(computed(LATENT_KIND)[1])
-    assert not engine._tracked
+    assert not engine._requests.tracked
     check(engine)
 
 
@@ -774,7 +774,7 @@ def test_generate_after_a_failed_generate(monkeypatch: pytest.MonkeyPatch) -> No
     with pair(engine) as remote:
         with pytest.raises(ValueError, match="expected ids from 0 to 63, got 64"):
             remote.generate([PROMPTS[0], [64]], PARAMS)
-        assert (remote.pending, engine._tracked) == ((), {})
+        assert (remote.pending, engine._requests.tracked) == ((), {})
 
         def failing() -> Any:
             raise MemoryError("no memory")
@@ -783,7 +783,7 @@ def test_generate_after_a_failed_generate(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(MemoryError):
             remote.generate(PROMPTS, PARAMS)
         monkeypatch.setattr(engine, "step", step)
-        assert (remote.pending, engine._tracked) == ((), {})
+        assert (remote.pending, engine._requests.tracked) == ((), {})
         engine.add_request(PROMPTS[0], PARAMS, request_id="remote 5")
         outputs = remote.generate(PROMPTS, PARAMS)
     assert [tuple(output.output_ids) for output in outputs] == list(computed(LATENT_KIND)[1])
@@ -1057,7 +1057,7 @@ def attack_prefill(rng: random.Random, engine: Engine, num_messages: int) -> dic
         counts["refused" if errors else "regular"] += 1
         assert all(isinstance(error, TransferError | ValueError) for error in errors), errors
         assert published(engine) >= before or len(published(engine)) > 40  # a full pool reuses page rows
-        assert not engine._tracked
+        assert not engine._requests.tracked
         finish(engine, [])  # a step may still be on the device
         check_rows(engine, 0)
     return counts

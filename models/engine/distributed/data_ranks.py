@@ -49,6 +49,16 @@ class DataRanks:
         """Number of the `looked_up_tokens` that the prefix caches contained."""
         return sum(scheduler.found_tokens for scheduler in self.schedulers)
 
+    @property
+    def hit_tokens(self) -> int:
+        """Sum of `Scheduler.hit_tokens` over all ranks."""
+        return sum(scheduler.hit_tokens for scheduler in self.schedulers)
+
+    @property
+    def used_rows(self) -> tuple[int, ...]:
+        """Sums of `Scheduler.used_rows` over all ranks."""
+        return tuple(map(sum, zip(*(scheduler.used_rows for scheduler in self.schedulers), strict=True)))
+
     def add(self, request: Request) -> None:
         """Queue a new request on a rank; raises as `Scheduler.add`."""
         fewest = min(scheduler.num_unfinished for scheduler in self.schedulers)

@@ -1,6 +1,6 @@
 """KV-cache transfer of one engine: export and import of pages, pages that arrive, and pages reported as written.
 
-`Engine` has the public methods and their documentation; it delegates to `EngineTransfers`.
+`Engine` has methods with the same names, which call the methods of `EngineTransfers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pallas_attn.models.engine.kv_transfer.fields import UNLIMITED, Integer, Obj
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from pallas_attn.models.engine.request import Request
+from pallas_attn.models.engine.request_checks import checked_ids
 from pallas_attn.models.engine.runner import Runner, StepResult
 from pallas_attn.models.engine.step.plan import StepPlan
 from pallas_attn.models.engine.tracked_request import TrackedRequest
@@ -47,6 +48,9 @@ class EngineTransfers:
         prefix_caches: Sequence[PrefixCache],
         runner: Runner,
         changing: Callable[[], contextlib.AbstractContextManager[None]],
+        *,
+        vocab_size: int,
+        max_len: int,
     ):
         """Start without transfers.
 
@@ -58,9 +62,12 @@ class EngineTransfers:
           runner: reads and writes the device's caches.
           changing: bound method that returns a context manager for a change of the engine. If an exception ends the
             block, the next change first clears all caches. Arguments are therefore checked before the block.
+          vocab_size: number of tokens of the vocabulary.
+          max_len: maximum number of tokens of a sequence.
         """
         self._config, self._groups, self._pools = config, tuple(groups), tuple(pools)
         self._prefix_caches, self._runner = tuple(prefix_caches), runner
+        self._vocab_size, self._max_len = vocab_size, max_len
         # A strong reference would form a cycle, which keeps the engine's device memory until garbage collection.
         self._weak_changing = weakref.WeakMethod(changing)
         self.feed: WrittenFeed | None = None
@@ -73,6 +80,11 @@ class EngineTransfers:
             raise RuntimeError("engine: expected an engine that exists, but it was deleted")
         return changing()
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a feed is open."""
+        return self.feed is not None and self.feed.is_open
+
     @functools.cached_property
     def cache_format(self) -> dict[str, Any]:
         """See `Engine.cache_format`."""
@@ -82,7 +94,7 @@ class EngineTransfers:
     def check_idle(self) -> None:
         """Raise NotImplementedError if pages are received or reported. These pages belong to the present weights, so
         the weights cannot be replaced."""
-        if self.feed is not None and self.feed.is_open:
+        if self.is_watched:
             raise NotImplementedError(
                 "weights: the consumer of watch_written expects pages of the present weights; close the feed first"
             )
@@ -111,15 +123,29 @@ class EngineTransfers:
         with self._changing():
             return self._prefix_caches
 
-    def export_request(self, request: Request) -> CachedPages:
-        """See `Engine.export_pages`."""
+    def export_pages(self, request: Request) -> CachedPages:
+        """Copy pages of a running or finished request to the host. `import_pages` of another engine adds them to its
+        prefix cache, so it computes only the rest of the request.
+
+        Only full pages are copied: the pages from the first token of the request up to the first page that is not
+        computed or no longer in the cache.
+
+        Raises:
+          ValueError: the engine was made without a prefix cache.
+          NotImplementedError: the engine runs as several processes.
+        """
         # A lookup leaves out the page of the last token. The extra token 0 makes it include all pages of the request.
         found = [cache.lookup([*request.token_ids, 0], request.salt) for cache in self.intact_prefix_caches()]
         rank = max(range(len(found)), key=lambda rank: found[rank][0].shape[1])  # the rank with the longest prefix
         return self._export({rank: [(request.token_ids, request.salt, found[rank])]})
 
-    def export_all(self) -> CachedPages:
-        """See `Engine.export_prefix_cache`."""
+    def export_prefix_cache(self) -> CachedPages:
+        """Copy all pages of the prefix cache to the host, for example to store them until the next start.
+
+        Raises:
+          ValueError: the engine was made without a prefix cache.
+          NotImplementedError: the engine runs as several processes.
+        """
         return self._export(
             {
                 rank: [(tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences()]
@@ -141,8 +167,24 @@ class EngineTransfers:
             parts.append((sequences, [self._runner.read_rows(group, of_group, rank) for group, of_group in rows]))
         return CachedPages(self.cache_format, *joined(parts))
 
-    def insert(self, pages: CachedPages, vocab_size: int) -> int:
-        """See `Engine.import_pages`."""
+    def import_pages(self, pages: CachedPages) -> int:
+        """Copy pages of another engine into free pages of this cache, on every data rank, and add them to the prefix
+        cache, where later requests find them.
+
+        Both engines need the same model and the same `cache_format`. The number of pages, the step sizes, the attention
+        implementations and the number of devices may differ. If the KV heads of a layer have different windows, both
+        engines need the same number of KV heads per device. Caches of draft proposers are not copied. Therefore fewer
+        drafts are accepted at first for requests with imported pages.
+
+        Returns:
+          Number of tokens of the imported sequences that requests would now find in the prefix cache, whatever data
+          rank they run on. It is less than the number of tokens in `pages` if there were too few free pages.
+
+        Raises:
+          ValueError: `pages` are malformed or their engine has another `cache_format`; nothing is added. Or this engine
+            was made without a prefix cache.
+          NotImplementedError: the engine runs as several processes.
+        """
         caches = self.intact_prefix_caches()
         if not isinstance(pages, CachedPages):
             raise ValueError(f"pages: expected CachedPages, got a {type(pages).__name__}")
@@ -150,7 +192,7 @@ class EngineTransfers:
         if (unlike := difference(pages.made_for, self.cache_format)) is not None:
             raise ValueError(f"pages: expected pages of an engine like this one, got {unlike}")
         formats = [self._runner.row_format(group) for group in self._groups]
-        pages.check(self._config.page_size, vocab_size, formats)
+        pages.check(self._config.page_size, self._vocab_size, formats)
         for sequence, (rank, cache) in itertools.product(pages.sequences, enumerate(caches)):
             with self._changing():
                 known = [rows != PAGE_NONE for rows in sequence.rows]
@@ -177,16 +219,22 @@ class EngineTransfers:
 
     # --- pages that arrive from another engine
 
-    def receive(
-        self,
-        tokens: Sequence[int],
-        made_for: Mapping[str, Any],
-        salt: str,
-        *,
-        check_ids: Callable[[str, Sequence[int]], tuple[int, ...]],
-        max_len: int,
-    ) -> IncomingPages:
-        """See `Engine.receive_pages`."""
+    def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], salt: str) -> IncomingPages:
+        """Make a receiver for the pages of a prompt that another engine computes. The pages arrive layer by layer.
+
+        Args:
+          tokens: token ids of the prompt.
+          made_for: `cache_format` of the other engine.
+          salt: salt of the request.
+
+        Returns:
+          The receiver of the pages. Pass it to `Engine.add_request` as `incoming`, or close it.
+
+        Raises:
+          ValueError: `made_for` differs from this engine's `cache_format`; `tokens` has invalid ids or is longer than
+            `Engine.max_sequence_len`; or the engine was made without a prefix cache.
+          NotImplementedError: the engine runs on a mesh.
+        """
         if self._config.mesh is not None:
             raise NotImplementedError(
                 "mesh: pages can arrive layer by layer only on one device; import_pages works on a mesh"
@@ -196,9 +244,9 @@ class EngineTransfers:
         if (unlike := difference(made_for, self.cache_format)) is not None:
             raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
         check_field("salt", salt, TextUpTo(UNLIMITED))
-        ids = check_ids("tokens", tokens)
-        if len(ids) > max_len:
-            raise ValueError(f"tokens: expected at most {max_len}, got {len(ids)}")
+        ids = checked_ids("tokens", tokens, self._vocab_size)
+        if len(ids) > self._max_len:
+            raise ValueError(f"tokens: expected at most {self._max_len}, got {len(ids)}")
         incoming = IncomingPages(ids, salt, self._groups, self._pools[0], cache, self._runner, self._changing)
         self.incoming.append(incoming)
         return incoming
@@ -223,10 +271,34 @@ class EngineTransfers:
 
     # --- pages reported as written
 
-    def watch(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, num_chunks: int) -> WrittenFeed:
-        """See `Engine.watch_written`."""
-        self._check_watch(consumer, max_bytes, num_chunks)
-        self._runner.cut_steps(num_chunks)
+    def watch_written(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, pieces: int) -> WrittenFeed:
+        """Copy each page that a prefill row fills to the host, layer by layer, and pass it to a consumer, from the next
+        step on.
+
+        Each step whose prefill rows fill a page is then launched as several programs, each with consecutive layers.
+        Pages of the first layers are copied to the host while later layers compute. All other steps run as before.
+        Logits of the several programs equal the logits of the single program up to rounding.
+
+        `WrittenLayer` describes one call of the consumer and the order of the calls. Pages that a request found in the
+        prefix cache are passed to the consumer together with the first page that the request fills.
+
+        Args:
+          consumer: function called on a thread of the feed. It must not call the engine. No step waits for it.
+          max_bytes: maximum bytes of page copies that the consumer has not processed. The feed ends if a step would
+            exceed this limit. A single step may exceed it if the consumer has processed all earlier copies.
+          pieces: maximum number of layer ranges of a step. Each range is one program. Two more programs compute the
+            embedding and the logits. More ranges deliver pages earlier and make the step slower. If there is a range
+            for each layer, the pages of each layer are copied while the next layer computes.
+
+        Returns:
+          The feed. Its methods wait for pages, report its state and close it.
+
+        Raises:
+          ValueError: the engine already has an open feed, or an argument has the wrong type or value.
+          NotImplementedError: the engine runs on a mesh, with drafts, or with batch-invariant steps.
+        """
+        self._check_watch(consumer, max_bytes, pieces)
+        self._runner.cut_steps(pieces)
         groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layers}
         row_bytes = {
             layer: sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays.values())
@@ -243,13 +315,13 @@ class EngineTransfers:
         )
         return self.feed
 
-    def _check_watch(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, num_chunks: int) -> None:
-        """Raise ValueError or NotImplementedError as `Engine.watch_written`."""
+    def _check_watch(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, pieces: int) -> None:
+        """Raise ValueError or NotImplementedError as `watch_written`."""
         if not callable(consumer):
             raise ValueError(f"consumer: expected a function, got {consumer!r}")
         check_field("max_bytes", max_bytes, Integer(1))
-        check_field("pieces", num_chunks, Integer(1))
-        if self.feed is not None and self.feed.is_open:
+        check_field("pieces", pieces, Integer(1))
+        if self.is_watched:
             raise ValueError("consumer: the engine already has an open feed; close it first")
         if self._config.mesh is not None:
             raise NotImplementedError("mesh: only steps on one device can be launched layer by layer")

@@ -347,8 +347,9 @@ def serve_prefill(
       TransferError: the other process ended, does not receive, sent an invalid message, or has another secret. The
         prompts of the other process have been aborted, so that they hold no pages. Computed pages stay in the prefix
         cache.
-      ValueError: the engines have different cache formats; the secret is too short; or as `Engine.watch_written`.
-      NotImplementedError: as `Engine.watch_written`.
+      ValueError: the engines have different cache formats; the secret is too short; or as
+        `EngineTransfers.watch_written`.
+      NotImplementedError: as `EngineTransfers.watch_written`.
     """
     _check_secret(secret)
     return _PrefillServer(engine, transport, timeout_s, max_bytes).serve(secret)
