@@ -29,6 +29,7 @@ from pallas_attn.models.engine.distributed.processes import ProcessError as Proc
 from pallas_attn.models.engine.distributed.processes import Processes as Processes
 from pallas_attn.models.engine.engine import Engine as Engine
 from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages as CachedPages
+from pallas_attn.models.engine.kv_transfer.engine_transfers import EngineTransfers as EngineTransfers
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages as IncomingPages
 from pallas_attn.models.engine.kv_transfer.remote_prefill import HandOverError as HandOverError
 from pallas_attn.models.engine.kv_transfer.remote_prefill import RemotePrefill as RemotePrefill
