@@ -68,9 +68,10 @@ test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs or more, o
 
 test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that pyproject.toml admits
 	$(call create,.venv-latest,--without-pip)
-	$(call install,.venv-latest) --upgrade -e '.[test]'
+	$(call install,.venv-latest) --upgrade -e '.[test]' $(if $(AOT),jax-triton)
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	.venv-latest/bin/python -c 'import triton; print("triton", triton.__version__)'
+	$(if $(AOT),$(call install,.venv-latest) --no-deps jax-cuda13-plugin==$$(.venv-latest/bin/python -c 'import jax; print(jax.__version__)'))
 	@echo "skipped: tests/aot except for Triton (the compilers are pinned to the jax of constraints.txt), and tests marked slow or gpu"
 	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore-glob='tests/aot/test_[!t]*'
 

@@ -35,7 +35,12 @@ LOWER_HELP = (
     "also trace and lower the kernels, as the first call of an operation does; this takes about 10 seconds longer on a"
     " GPU, and finds kernels that the installed version of jax or triton cannot lower"
 )
-VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TRITON_INTERPRET_VARIABLE)
+VARIABLES = (
+    dispatch.ENVIRONMENT_VARIABLE,
+    device.INTERPRET_VARIABLE,
+    device.TRITON_INTERPRET_VARIABLE,
+    device.JAX_TRITON_VARIABLE,
+)
 
 SEQUENCES, TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 256, 32, 8, 128, 64, 4
 LATENT_DIM, ROPE_DIM, NOPE_DIM = 512, 64, 128

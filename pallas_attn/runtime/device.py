@@ -35,6 +35,9 @@ TRITON_ARCHITECTURES: tuple[Architecture, ...] = ((8, 0), (8, 6), (8, 9), (9, 0)
 TRITON_INTERPRET_VARIABLE = "TRITON_INTERPRET"
 """Environment variable of Triton. If it is 1 when `triton` is imported, Triton kernels are interpreted on the CPU."""
 
+JAX_TRITON_VARIABLE = "PALLAS_ATTN_JAX_TRITON"
+"""Environment variable. If it is 1 when a call is traced, jax-triton launches Triton kernels."""
+
 INTERPRETED_MULTIPROCESSORS = 2
 """Number of multiprocessors of an emulated GPU. It is small, because the interpreter runs CTAs one after the other."""
 
@@ -195,6 +198,18 @@ def triton_card(*, named: bool = True) -> Device:
 def interprets_triton() -> bool:
     """Return whether Triton kernels are interpreted on the CPU."""
     return os.environ.get(TRITON_INTERPRET_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def calls_jax_triton() -> bool:
+    """Return whether Triton kernels are launched through jax-triton.
+
+    Raises:
+      ValueError: PALLAS_ATTN_JAX_TRITON is neither 0 nor 1.
+    """
+    wanted = os.environ.get(JAX_TRITON_VARIABLE, "0")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{JAX_TRITON_VARIABLE}: expected 0 or 1, got {wanted!r}")
+    return wanted == "1"
 
 
 def capability() -> Capability:

@@ -9,6 +9,8 @@ Calls work inside jit, scan, vmap, shard_map and export. They can be traced and 
 fixed when a call is traced: there is no autotuning at run time. `jaxlib.gpu_triton` and Triton's compiler stages are
 not public APIs.
 
+With PALLAS_ATTN_JAX_TRITON=1, the package jax-triton compiles kernels and makes the same custom calls.
+
 With TRITON_INTERPRET=1, kernels run on the CPU in Triton's interpreter (`pallas_attn.triton.interpreter`).
 """
 
@@ -131,7 +133,9 @@ def launch(
       One array for each output.
 
     Raises:
-      NotImplementedError: the current device does not run Triton kernels, or JAX's CUDA plugin is not installed.
+      ValueError: PALLAS_ATTN_JAX_TRITON is neither 0 nor 1.
+      NotImplementedError: the current device does not run Triton kernels, JAX's CUDA plugin is not installed, or
+        PALLAS_ATTN_JAX_TRITON is 1 and jax-triton cannot be imported.
     """
     card = device.triton_card()
     if kernel_shapes.skips_bodies():
@@ -141,30 +145,45 @@ def launch(
         from pallas_attn.triton import interpreter  # imported here, because the import patches Triton's interpreter
 
         return interpreter.launch(function, operands, outputs, grid, constants, aliases)
-    arrays = [x for x in operands if _is_array(x)]
-    position = {i: sum(map(_is_array, operands[:i])) for i in aliases}
-    typed = tuple((name, value, type(value)) for name, value in constants.items())
-    kinds = tuple(_kind(x) for x in (*operands, *outputs))
     capability = _number(card)
-    found = compiled(function, kinds, typed, num_warps, num_stages, max_registers, capability)
-    attributes: dict[str, Any] = {"opaque": encoded_call(found, operands, len(outputs), grid, num_warps, capability)}
-    if bytes_accessed or flops:
-        cost = {"bytes_accessed": bytes_accessed, "flops": flops, "transcendentals": 0}
-        attributes["cost_estimate_json"] = json.dumps(cost)
-    call = jax.ffi.ffi_call(
-        FFI_TARGET,
-        [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
-        input_output_aliases={position[i]: output for i, output in aliases.items()},
-    )
+    cost = {"bytes_accessed": bytes_accessed, "flops": flops} if bytes_accessed or flops else None
+    if device.calls_jax_triton():
+        from pallas_attn.triton.jax_triton_call import caller
+
+        call = caller(
+            *(function, operands, outputs, aliases),
+            grid=grid,
+            compute_capability=capability,
+            backend_options=compiler_options(num_warps, num_stages, max_registers, capability) | {"num_ctas": 1},
+            cost_estimate=cost,
+            name=function.__name__,
+            **constants,
+        )
+    else:
+        typed = tuple((name, value, type(value)) for name, value in constants.items())
+        kinds = tuple(_kind(x) for x in (*operands, *outputs))
+        found = compiled(function, kinds, typed, num_warps, num_stages, max_registers, capability)
+        attributes: dict[str, Any] = {
+            "opaque": encoded_call(found, operands, len(outputs), grid, num_warps, capability)
+        }
+        if cost is not None:
+            attributes["cost_estimate_json"] = json.dumps(cost | {"transcendentals": 0})
+        position = {i: sum(map(_is_array, operands[:i])) for i in aliases}
+        ffi_call = jax.ffi.ffi_call(
+            FFI_TARGET,
+            [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
+            input_output_aliases={position[i]: output for i, output in aliases.items()},
+        )
+        call = functools.partial(ffi_call, **attributes)
 
     @jax.custom_batching.sequential_vmap
     def called(*arrays: jax.Array) -> list[jax.Array]:
         # A loop, such as the loop of sequential_vmap, slices the operands of each iteration and stacks the results.
         # XLA would fuse these slices into the custom call, and the call would lose its aliases. The barriers prevent
         # the fusion.
-        return list(lax.optimization_barrier(call(*lax.optimization_barrier(arrays), **attributes)))
+        return list(lax.optimization_barrier(call(*lax.optimization_barrier(arrays))))
 
-    return called(*arrays)
+    return called(*(x for x in operands if _is_array(x)))
 
 
 def compile_kernel(
@@ -204,9 +223,7 @@ def compile_kernel(
         (i,): [["tt.divisibility", ALIGNMENT]] for i, kind in enumerate(kinds) if kind not in (None, "scalar")
     }
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in values.items()}, attributes)
-    version = PTX_VERSIONS.get(capability // 10, NEWEST_PTX_VERSION)
-    given_options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "ptx_version": version}
-    options = backend.parse_options(given_options | {"enable_fp_fusion": True})
+    options = backend.parse_options(compiler_options(num_warps, num_stages, max_registers, capability))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -222,6 +239,17 @@ def compile_kernel(
     if metadata.get("global_scratch_size") or metadata.get("tensordesc_meta"):
         raise NotImplementedError("needs global scratch memory or tensor descriptors, which kernels do not receive")
     return CompiledKernel(metadata["name"], module, metadata["shared"])
+
+
+def compiler_options(num_warps: int, num_stages: int, max_registers: int | None, capability: int) -> dict[str, Any]:
+    """Return the options of Triton's compiler. For the arguments see `compile_kernel`."""
+    return {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "maxnreg": max_registers,
+        "ptx_version": PTX_VERSIONS.get(capability // 10, NEWEST_PTX_VERSION),
+        "enable_fp_fusion": True,
+    }
 
 
 compiled = functools.lru_cache(maxsize=1024)(compile_kernel)
@@ -240,17 +268,27 @@ def encoded_call(
     Raises:
       NotImplementedError: JAX's CUDA plugin is not installed.
     """
+    encoder = call_encoder()
+    launched = encoder.TritonKernel(found.name, warps, 1, found.shared_bytes, found.ptx, "", cc)
+    array = encoder.create_array_parameter(0, ALIGNMENT)
+    given = [x for x in operands if x is not None]
+    parameters = [array if _is_array(x) else encoder.create_scalar_parameter(x, "i32") for x in given]
+    parameters += [array] * num_outputs
+    sizes = (*grid, 1, 1)[:3]
+    return zlib.compress(encoder.TritonKernelCall(launched, *sizes, parameters).to_proto(found.name, b""))
+
+
+def call_encoder() -> Any:
+    """Return the module of jaxlib that encodes launches.
+
+    Raises:
+      NotImplementedError: JAX's CUDA plugin is not installed.
+    """
     from jaxlib import gpu_triton
 
     if not hasattr(gpu_triton, "TritonKernel"):
         raise NotImplementedError("needs jax's CUDA plugin (jax[cuda13] or jax[cuda12]), which is not installed")
-    launched = gpu_triton.TritonKernel(found.name, warps, 1, found.shared_bytes, found.ptx, "", cc)
-    array = gpu_triton.create_array_parameter(0, ALIGNMENT)
-    given = [x for x in operands if x is not None]
-    parameters = [array if _is_array(x) else gpu_triton.create_scalar_parameter(x, "i32") for x in given]
-    parameters += [array] * num_outputs
-    sizes = (*grid, 1, 1)[:3]
-    return zlib.compress(gpu_triton.TritonKernelCall(launched, *sizes, parameters).to_proto(found.name, b""))
+    return gpu_triton
 
 
 def _number(card: device.Device) -> int:
