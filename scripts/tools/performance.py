@@ -38,6 +38,8 @@ NAMES = {
     "jax-4": "jax, k_splits 4",
     "jax-16": "jax, k_splits 16",
     "triton": "pallas_attn, Triton",
+    "mosaic-unplanned": "pallas_attn without a plan",
+    "triton-unplanned": "pallas_attn, Triton, without a plan",
     "flashinfer": "FlashInfer",
     "flashinfer-fa3": "FlashInfer",
     "flash-mla": "FlashMLA",

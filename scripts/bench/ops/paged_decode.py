@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_attn import HeadWindow, paged_decode, plan_decode
 from scripts.bench import shapes
@@ -18,9 +20,15 @@ from scripts.bench.peers import flash_attention, flashinfer_decode, sglang_trito
 from scripts.bench.shapes import Decode
 
 
-def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time one of our implementations. The plan is made before the calls and not timed, because an engine makes one
-    plan per step for all layers.
+def ours(
+    implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, planned: bool = True
+) -> Timing:
+    """Time one of our implementations.
+
+    Args:
+      planned: whether calls receive a plan. It is made before the calls and not timed, because an engine makes one plan
+        per step for all layers. Without it, each call makes its plan. Then each call also has its own array of lengths,
+        because XLA computes equal plans of a program once.
     """
     width = case.window if not isinstance(case.window, HeadWindow) else None
 
@@ -28,12 +36,16 @@ def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch:
         options: dict[str, Any] = {"window": width} | shared
         return None, paged_decode(**own, **options, soft_cap=case.shape.soft_cap, implementation=implementation)
 
-    shared: dict[str, Any] = {"kv": arrays.kv, "kv_lens": arrays.kv_lens}
+    shared: dict[str, Any] = {"kv": arrays.kv}
     if isinstance(case.window, HeadWindow):
         shared["window"] = case.window
     if case.shape.learned_sinks:
         shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
     owns = [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
+    if not planned:
+        owns = [own | {"kv_lens": jnp.array(arrays.kv_lens)} for own in owns]
+        return stopwatch.chain(call, chain_of(implementation, owns), shared=shared)
+    shared["kv_lens"] = arrays.kv_lens
     shared["plan"] = jax.jit(
         lambda shared, own: plan_decode(
             **own,
@@ -116,6 +128,7 @@ GRIDS = {name: _ordered(grid) for name, grid in GRIDS.items()}
 BENCH = Bench(
     grids=GRIDS,
     contenders=by_name(ours)
+    | {f"{name}-unplanned": functools.partial(ours, name, planned=False) for name in ("mosaic", "triton")}
     | flashinfer_decode.CONTENDERS
     | flash_attention.DECODE_CONTENDERS
     | torch_decode.CONTENDERS

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scripts.bench.cases.paged_decode import DecodeArrays, DecodeCase
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -21,12 +22,16 @@ BLOCK_TOKENS = 128
 
 def layer_arguments(arrays: DecodeArrays) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the arguments of jax's `paged_attention` that all calls of a chain share, and the other arguments of each
-    call. Pages and scales have our shapes; `in_jax_layout` converts them.
+    call. Pages and scales have our shapes; `in_jax_layout` converts them. Each call has its own array of lengths,
+    because XLA would compute equal plans of our calls once.
     """
-    shared = {"k_pages": arrays.kv.k, "v_pages": arrays.kv.v, "lengths": arrays.kv_lens}
+    shared = {"k_pages": arrays.kv.k, "v_pages": arrays.kv.v}
     if arrays.kv.k_scale is not None:
         shared |= {"k_scales_pages": arrays.kv.k_scale, "v_scales_pages": arrays.kv.v_scale}
-    owns = [{"q": q, "block_tables": table} for q, table in zip(arrays.q, arrays.block_tables, strict=True)]
+    owns = [
+        {"q": q, "block_tables": table, "lengths": jnp.array(arrays.kv_lens)}
+        for q, table in zip(arrays.q, arrays.block_tables, strict=True)
+    ]
     return shared, owns
 
 
@@ -39,7 +44,7 @@ def in_jax_layout(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]
         name: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) if "pages" in name else x for name, x in shared.items()
     }
     q = own["q"][:, 0]
-    return arguments | {"q": q * q.shape[-1] ** -0.5, "block_tables": own["block_tables"]}
+    return arguments | own | {"q": q * q.shape[-1] ** -0.5}
 
 
 def decode(splits: int, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
