@@ -1,7 +1,8 @@
 """Static validation of shapes, dtypes and sizes. A ValueError names the argument, the expectation and the actual value.
 
 The values of lengths, tables and slots are on the device and cannot be validated here. The `bounded` method of a call
-clips lengths to the sizes of the arrays (`bound_lens`, `bound_sums`) before an implementation receives the call.
+clips lengths to the sizes of the arrays (`bound_lens`, `bound_sums`) before an implementation receives the call. The
+lengths of decode calls are clipped when their plan is made (`plan_decode.planned`).
 
 Shape symbols are defined in `docs/concepts.md`: B sequences and Q queries per sequence of a decode step, T packed
 query tokens, U packed key tokens, S sequences of a ragged batch, Hq query heads, Hkv KV heads, D and Dv widths of keys
@@ -554,6 +555,14 @@ def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S
 def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
     """Return lengths clipped to the range from 0 to `most`. A Python int `most` may exceed the range of int32."""
     return jnp.clip(lens, 0, min(most, INT32_RANGE.max) if isinstance(most, int) else most)
+
+
+def bound_decode_lens(
+    key: PlanKey, kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"] | None
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"] | None]:
+    """Return lengths of a decode call: `kv_lens` clipped to the tokens of a full block table, `q_lens` clipped to Q."""
+    bounded = None if q_lens is None else bound_lens(q_lens, key.num_queries)
+    return bound_lens(kv_lens, key.table_pages * key.page_size), bounded
 
 
 def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:

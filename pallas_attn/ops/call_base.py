@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks
 from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PagedIndexKeys, PlanKey
+from pallas_attn.types import FLOAT8, PagedIndexKeys, PlanKey
 
 
 class OperationCall:
@@ -32,7 +32,7 @@ class OperationCall:
     def bounded(self: Any) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
 
-        An operation without lengths returns the call itself.
+        An operation without lengths returns the call itself. Decode calls keep their lengths (`DecodeCall`).
         """
         return self
 
@@ -101,27 +101,14 @@ class LatentCall(OperationCall):
         return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
 
 
-class PlanArguments(NamedTuple):
-    """Arguments of a decode call that a `DecodePlan` for the call depends on, and the plan that the caller passed.
-
-    Attributes:
-      plan: a plan for the call, or None.
-      key: static properties of the call.
-      kv_lens, q_lens, window: fields of the call.
-    """
-
-    plan: DecodePlan | None
-    key: PlanKey
-    kv_lens: Int32[Array, "B"]
-    q_lens: Int32[Array, "B"] | None
-    window: int | HeadWindow | None
-
-
 class DecodeCall(OperationCall):
     """Decode call: Q queries of each of B sequences.
 
     A subclass has the fields `block_tables`, `kv_lens`, `q_lens`, `window` and `plan`, and the properties `batch`,
     `num_queries`, `num_q_heads`, `num_kv_heads` and `page_size`.
+
+    `bounded` does not clip the lengths. An implementation that follows plans gets clipped lengths from
+    `plan_decode.planned`: the kernel that makes a plan clips them too. Other implementations call `with_bounded_lens`.
     """
 
     @property
@@ -139,16 +126,10 @@ class DecodeCall(OperationCall):
             q_lens=self.q_lens is not None,
         )
 
-    @property
-    def plan_arguments(self: Any) -> PlanArguments:
-        return PlanArguments(self.plan, self.plan_key, self.kv_lens, self.q_lens, self.window)
-
-    def bounded_lens(self: Any) -> dict[str, Any]:
-        """Return the fields `kv_lens`, clipped to the tokens of a full block table, and `q_lens`, clipped to Q."""
-        return {
-            "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            "q_lens": None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
-        }
+    def with_bounded_lens(self: Any) -> Any:
+        """Return the call with `kv_lens` clipped to the tokens of a full block table, and `q_lens` clipped to Q."""
+        kv_lens, q_lens = checks.bound_decode_lens(self.plan_key, self.kv_lens, self.q_lens)
+        return dataclasses.replace(self, kv_lens=kv_lens, q_lens=q_lens)
 
 
 class PackedCall(OperationCall):

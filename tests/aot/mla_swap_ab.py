@@ -20,7 +20,7 @@ from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config, swap_ab_tile
 from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 from tests.aot.decode import scratch_bytes
@@ -111,7 +111,7 @@ class Configuration:
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         def decode_swap_ab(**arguments: Any) -> Any:
             call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
-            return decode(call, plan_of(call.plan_arguments, "mosaic_sm90", num_programs(call)))
+            return decode(*planned(call, "mosaic_sm90", num_programs(call)))
 
         sizes = swap_ab_config(self.key)
         return Case(

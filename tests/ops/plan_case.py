@@ -15,14 +15,20 @@ import numpy as np
 from pallas_attn import FULL, DecodePlan, HeadWindow, PlanKey
 from pallas_attn.checks import window_key
 from pallas_attn.ops.plan_decode import sharing_of
-from pallas_attn.ops.plan_decode.call import PlanDecodeCall
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall, PlanResult
 from pallas_attn.runtime import dispatch
 
 PS = 16
 """Page size of `arguments`."""
 
 
-def plan(
+def plan(kv_lens: jax.Array, **options: Any) -> DecodePlan:
+    """Return the plan of `result`."""
+    found, *_ = result(kv_lens, **options)
+    return found
+
+
+def result(
     kv_lens: jax.Array,
     *,
     q_lens: jax.Array | None = None,
@@ -32,12 +38,24 @@ def plan(
     num_programs: int,
     mode: Literal["balanced", "fixed"] | Any = "balanced",
     implementation: str = "xla",
-) -> DecodePlan:
-    """Return a plan for sequences with `kv_lens` tokens, computed by `implementation`.
+    table_pages: int = 2**31 - 1,
+    num_queries: int = 20,
+) -> PlanResult:
+    """Return a plan for sequences with `kv_lens` tokens, and the clipped lengths, computed by `implementation`.
 
     XLA's plan is jitted, because its operations take longer to compile one by one.
+
+    Args:
+      num_queries: maximum of `q_lens`; without `q_lens`, each sequence has 1 query.
     """
-    static = {"page_size": page_size, "num_kv_heads": num_kv_heads, "num_programs": num_programs, "mode": mode}
+    static = {
+        "page_size": page_size,
+        "num_kv_heads": num_kv_heads,
+        "num_programs": num_programs,
+        "mode": mode,
+        "table_pages": table_pages,
+        "num_queries": 1 if q_lens is None else num_queries,
+    }
     if implementation != "xla":
         return _plan(kv_lens, q_lens, window, None, implementation=implementation, **static)
     heads, width = (window, None) if isinstance(window, HeadWindow) else (None, window)
@@ -55,19 +73,21 @@ def _plan(
     num_programs: int,
     mode: Any,
     implementation: str,
-) -> DecodePlan:
+    table_pages: int,
+    num_queries: int,
+) -> PlanResult:
     """Return a plan with the window `heads`, or `width` if `heads` is None."""
     window = width if heads is None else heads
     made_for = PlanKey(
         op="paged_decode",
         batch=kv_lens.shape[0],
-        num_queries=1,
+        num_queries=num_queries,
         num_q_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
-        table_pages=1,
+        table_pages=table_pages,
         window=window_key(window),
-        q_lens=False,
+        q_lens=q_lens is not None,
     )
     call = PlanDecodeCall(
         kv_lens,
@@ -82,20 +102,24 @@ def _plan(
 
 
 _jitted = jax.jit(
-    _plan, static_argnames=("width", "page_size", "num_kv_heads", "num_programs", "mode", "implementation")
+    _plan,
+    static_argnames=(
+        *("width", "page_size", "num_kv_heads", "num_programs", "mode", "implementation", "table_pages", "num_queries"),
+    ),
 )
 
 
 def arguments(
     rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
 ) -> dict[str, Any]:
-    """Draw arguments of `plan`. About one sequence in five has no tokens. With `windows`, some heads have
-    windows; with `drafts`, sequences have 0 to 3 queries.
+    """Draw arguments of `plan`. About one sequence in five has no tokens: its length is 0 or negative. With `windows`,
+    some heads have windows; with `drafts`, sequences have -1 to 4 queries.
     """
-    lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
+    lens = rng.integers(0, longest + 1, batch)
+    lens = np.where(rng.random(batch) < 0.8, lens, -lens)
     given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
     if drafts:
-        given["q_lens"] = jnp.asarray(rng.integers(0, 4, batch), jnp.int32)
+        given["q_lens"] = jnp.asarray(rng.integers(-1, 5, batch), jnp.int32)
     if windows:
         width = np.where(rng.random(kv_heads) < 0.5, FULL, rng.integers(1, longest, kv_heads))
         sinks = rng.integers(0, 100, kv_heads)
@@ -103,9 +127,10 @@ def arguments(
     return given | {"page_size": PS, "num_kv_heads": kv_heads}
 
 
-def check(implementation: str, mode: str, num_programs: int, **given: Any) -> None:
-    """Compare a plan of an implementation with the plan of XLA."""
+def check(implementation: str, mode: str, num_programs: int, **given: Any) -> PlanResult:
+    """Compare a plan and clipped lengths of an implementation with those of XLA, and return them."""
     got, want = (
-        plan(**given, mode=mode, num_programs=num_programs, implementation=name) for name in (implementation, "xla")
+        result(**given, mode=mode, num_programs=num_programs, implementation=name) for name in (implementation, "xla")
     )
     chex.assert_trees_all_equal(got, want)
+    return got

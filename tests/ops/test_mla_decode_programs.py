@@ -14,7 +14,7 @@ import pytest
 import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
 from pallas_attn import DecodePlan, mla_decode, plan_decode
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned as planned_call
 from pallas_attn.runtime import dispatch
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
@@ -44,11 +44,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Return a list to which each traced kernel that makes its plan itself adds the plan's number of CTAs."""
     numbers: list[int] = []
 
-    def recording(call: Any, implementation: str, num_programs: int) -> DecodePlan:
+    def recording(call: Any, implementation: str, num_programs: int) -> tuple[Any, DecodePlan]:
         numbers.append(num_programs)
-        return plan_of(call, implementation, num_programs)
+        return planned_call(call, implementation, num_programs)
 
-    monkeypatch.setattr(mosaic_sm90, "plan_of", recording)
+    monkeypatch.setattr(mosaic_sm90, "planned", recording)
     monkeypatch.setattr(basics, "multiprocessors", lambda: MULTIPROCESSORS)
     with harness.interpreting(capsys):
         yield numbers

@@ -22,7 +22,7 @@ from pallas_attn.mosaic import merge
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
@@ -95,9 +95,7 @@ def compiled(out_dtype: str) -> harness.Jitted:
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
             call = MlaDecodeCall(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
-            return mosaic_swap_ab.decode(
-                call, plan_of(call.plan_arguments, "mosaic_sm90", mosaic_swap_ab.num_programs(call))
-            )
+            return mosaic_swap_ab.decode(*planned(call, "mosaic_sm90", mosaic_swap_ab.num_programs(call)))
 
     return decode
 

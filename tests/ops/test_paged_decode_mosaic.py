@@ -268,9 +268,9 @@ def test_plan_has_the_number_of_ctas_of_the_operation(monkeypatch: pytest.Monkey
 
     def plan(call: Any, implementation: str, num_programs: int) -> Any:
         planned.append(num_programs)
-        return plan_module.plan_of(call, implementation, num_programs)
+        return plan_module.planned(call, implementation, num_programs)
 
-    monkeypatch.setattr(mosaic_sm90, "plan_of", plan)
+    monkeypatch.setattr(mosaic_sm90, "planned", plan)
     narrow, wide = (arguments(draw(replace(SMALL, dtype=dtype))) for dtype in ("bfloat16", "float32"))
     jax.eval_shape(functools.partial(paged_decode, implementation="mosaic"), **narrow)
     plans = [jax.eval_shape(lambda x=x: harness.plan_for(x)) for x in (narrow, wide)]

@@ -8,6 +8,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from pallas_attn import FULL
 from pallas_attn.ops.plan_decode.triton import MAX_ROWS
@@ -37,8 +40,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "num_programs"),
     [
-        *((1, 8, 396), (15, 1, 4), (100, 3, 132)),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((6, 2, 140), (1, 1, 1), (2, 2, 3))),
+        *((1, 8, 396), (100, 3, 132)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((15, 1, 4), (6, 2, 140), (1, 1, 1), (2, 2, 3))),
     ],
 )
 @pytest.mark.usefixtures("interpreted")
@@ -47,6 +50,23 @@ def test_interpreted(mode: str, changes: dict, batch: int, kv_heads: int, num_pr
     rng = harness.fresh_rng()
     for longest in (64, 131_072):
         check("triton", mode, num_programs, **arguments(rng, batch, kv_heads, longest, **changes))
+
+
+@settings(max_examples=12, deadline=None)
+@drawn(
+    st.lists(st.integers(0, 700) | st.sampled_from((-(2**31), -1, 2**31 - 1)), min_size=5, max_size=5),
+    st.lists(st.integers(-2, 5), min_size=5, max_size=5),
+    st.sampled_from([3, 16]),
+)
+def test_interpreted_with_drawn_and_wrong_lengths(kv_lens: list[int], q_lens: list[int], num_programs: int) -> None:
+    """The planner clips lengths to 40 pages, and numbers of queries to 3."""
+    lens, queries = (jnp.asarray(x, jnp.int32) for x in (kv_lens, q_lens))
+    sizes = {"page_size": PS, "num_kv_heads": 2, "table_pages": 40, "num_queries": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        _, bounded, real = check("triton", "balanced", num_programs, kv_lens=lens, q_lens=queries, **sizes)
+    np.testing.assert_array_equal(bounded, np.clip(kv_lens, 0, 40 * PS))
+    np.testing.assert_array_equal(real, np.clip(q_lens, 0, 3))
 
 
 @slow_cases("2-49", "0-12")

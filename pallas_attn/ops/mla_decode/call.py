@@ -76,10 +76,6 @@ class MlaDecodeCall(LatentCall, DecodeCall):
         """Return the output and LSE of a call without sequences or without queries."""
         return jnp.zeros(self.q_latent.shape, self.output_dtype), jnp.zeros(self.q_latent.shape[:3], jnp.float32)
 
-    def bounded(self) -> MlaDecodeCall:
-        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
-        return dataclasses.replace(self, **self.bounded_lens())
-
     def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()

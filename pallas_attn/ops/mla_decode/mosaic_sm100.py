@@ -15,11 +15,11 @@ from pallas_attn.mosaic.latent_tiles import NEVER_BIT
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call.plan_arguments, "mosaic_sm100", num_programs(call))
+    call, plan = planned(call, "mosaic_sm100", num_programs(call))
     static = static_of(call)
     results = attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(results, static, plan))

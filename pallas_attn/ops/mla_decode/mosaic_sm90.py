@@ -19,11 +19,11 @@ import pallas_attn.ops.mla_decode.mosaic_two_warpgroup_fp8 as mosaic_two_warpgro
 from pallas_attn.mosaic.primitives import unsupported
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call.plan_arguments, "mosaic_sm90", num_programs(call))
+    call, plan = planned(call, "mosaic_sm90", num_programs(call))
     return _kernel(call).decode(call, plan)
 
 

@@ -13,6 +13,7 @@ from pallas_attn.types import PagedKV
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    call = call.with_bounded_lens()
     kv_lens = call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
     pages = meant_latents(call.cache)[:, None]  # one KV head

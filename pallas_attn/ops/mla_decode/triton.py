@@ -28,7 +28,7 @@ import triton.language as tl
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
@@ -43,7 +43,7 @@ from pallas_attn.types import LATENT_GROUP
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call.plan_arguments, "triton", num_programs(call))
+    call, plan = planned(call, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     cache, table_pages = call.cache, call.block_tables.shape[-1]
     num_pages, page_size, pages_width = cache.pages.shape

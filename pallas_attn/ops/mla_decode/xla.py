@@ -14,6 +14,7 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, real_qu
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
+    call = call.with_bounded_lens()
     batch, num_queries, num_heads, latent_dim = call.q_latent.shape
     num_pages, page_size, _ = call.cache.pages.shape
     width = call.cache.width

@@ -69,7 +69,7 @@ class PagedDecodeCall(PagedAttentionCall, DecodeCall):
         return self.out.at[: math.prod(result.shape[:2])].set(result.reshape(-1, *result.shape[2:]))
 
     def bounded(self) -> PagedDecodeCall:
-        """Return the call that implementations receive: lengths and windows are clipped to the sizes of the arrays.
+        """Return the call that implementations receive: windows are clipped.
 
         With a `q_scale`, q holds float8 values in a wider dtype and `q_scale` has shape [B, Q, Hq].
         """
@@ -77,8 +77,7 @@ class PagedDecodeCall(PagedAttentionCall, DecodeCall):
         if q_scale is not None:
             q_scale = jnp.broadcast_to(q_scale, q.shape[:3])
             q = self.rounded_queries(q_scale[..., None])
-        window = checks.bound_window(self.window)
-        return dataclasses.replace(self, q=q, q_scale=q_scale, window=window, **self.bounded_lens())
+        return dataclasses.replace(self, q=q, q_scale=q_scale, window=checks.bound_window(self.window))
 
     def validate(self) -> None:
         """Check that the arguments fit each other.

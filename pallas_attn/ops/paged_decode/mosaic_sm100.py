@@ -17,11 +17,11 @@ from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_operands import config_key, operands, require_supported
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    plan = plan_of(call.plan_arguments, "mosaic_sm100", num_programs(call))
+    call, plan = planned(call, "mosaic_sm100", num_programs(call))
     packing, settings = _sizes(call)
     query_parts, query_scale = [call.q.astype(call.kv.k.dtype)], 1.0
     if not multiplies_fp8(call):

@@ -11,6 +11,7 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, in_wind
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
+    call = call.with_bounded_lens()
     q, kv, kv_lens = call.queries, call.kv, call.kv_lens
     q_lens = real_queries(call.q_lens, kv_lens, call.num_queries)
     k, v, exists = oracle.gather_kv(kv, call.block_tables, call.head_dim)

@@ -32,7 +32,7 @@ import triton.language as tl
 from jaxtyping import Array, Float
 
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.ops.plan_decode import planned
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
@@ -47,7 +47,7 @@ from pallas_attn.types import HeadWindow
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    plan = plan_of(call.plan_arguments, "triton", num_programs(call))
+    call, plan = planned(call, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     _, num_queries, q_heads, head_dim = call.q.shape
     (v, first_column), value_dim = call.kv.values, call.value_dim

@@ -14,6 +14,7 @@ from pallas_attn.portable.visibility import draft_visible, head_windows, real_qu
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
+    call = call.with_bounded_lens()
     batch, num_queries, _, head_dim = call.q.shape
     num_pages, num_kv_heads, page_size, _ = call.kv.k.shape
     kv_lens, draft_mask = call.kv_lens, call.draft_mask

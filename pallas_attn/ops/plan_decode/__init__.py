@@ -6,6 +6,7 @@ A CTA of the plan is a CTA of a Mosaic kernel, or one or several programs of a T
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.ops.call_base import PlanArguments
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
@@ -129,11 +129,9 @@ def plan_decode(
     ((made_for, name, module, wanted),) = followers
     if not (made_for.batch and made_for.num_queries):
         return _idle_plan(made_for, module, num_programs or 1, sharing_of(mode, made_for.page_size))
-    kv_lens = checks.bound_lens(kv_lens, made_for.table_pages * made_for.page_size)
-    q_lens = None if q_lens is None else checks.bound_lens(q_lens, made_for.num_queries)
     call = PlanDecodeCall(
         kv_lens,
-        _planned_queries(q_lens, kv_lens, made_for.num_queries),
+        q_lens,
         checks.bound_window(window),
         sharing=sharing_of(mode, made_for.page_size),
         num_programs=num_programs or wanted or 1,
@@ -142,39 +140,43 @@ def plan_decode(
     )
     names = dispatch.candidates(made_for.op, implementation)
     planners = [name for name in names[names.index(name) :] if name in dispatch.implementations("plan_decode")]
-    return dispatch.run(call, ["xla"] if wanted is None else planners or ["xla"])
+    plan, *_ = dispatch.run(call, ["xla"] if wanted is None else planners or ["xla"])
+    return plan
 
 
-def plan_of(arguments: PlanArguments, implementation: str, num_programs: int) -> DecodePlan:
-    """Return the plan of a decode call; if the call has none, make a plan in `balanced` mode.
+def planned[Call: (PagedDecodeCall, MlaDecodeCall)](
+    call: Call, implementation: str, num_programs: int
+) -> tuple[Call, DecodePlan]:
+    """Return a decode call with clipped lengths, and its plan; if the call has none, make a plan in `balanced` mode.
 
     Args:
-      arguments: `plan_arguments` of the decode call.
+      call: decode call whose lengths are not clipped.
       implementation: module that runs the call, such as "mosaic_sm90".
       num_programs: number of CTAs, if a plan is made.
 
     Raises:
       ValueError: the plan in the call was made for another implementation.
     """
-    plan, key, kv_lens, q_lens, window = arguments
-    if plan is not None:
-        if plan.implementation != implementation:
+    if call.plan is not None:
+        if call.plan.implementation != implementation:
             raise ValueError(
-                f"plan: was made for implementation {plan.implementation!r}, this call runs {implementation!r}; "
+                f"plan: was made for implementation {call.plan.implementation!r}, this call runs {implementation!r}; "
                 "plan_decode takes the implementation of the calls"
             )
-        return plan
+        return call.with_bounded_lens(), call.plan
     own = PlanDecodeCall(
-        kv_lens,
-        _planned_queries(q_lens, kv_lens, key.num_queries),
-        window,
-        sharing=sharing_of("balanced", key.page_size),
+        call.kv_lens,
+        call.q_lens,
+        call.window,
+        sharing=sharing_of("balanced", call.page_size),
         num_programs=num_programs,
-        made_for=key,
+        made_for=call.plan_key,
         implementation=implementation,
     )
     name = implementation.partition("_")[0]
-    return dispatch.run(own, (name, "xla") if name in dispatch.implementations("plan_decode") else "xla")
+    names = (name, "xla") if name in dispatch.implementations("plan_decode") else "xla"
+    plan, kv_lens, q_lens = dispatch.run(own, names)
+    return dataclasses.replace(call, kv_lens=kv_lens, q_lens=q_lens), plan
 
 
 def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:
@@ -249,18 +251,6 @@ def _decode_call(
         window=window,  # pyrefly: ignore[bad-argument-type]
         soft_cap=soft_cap,
     )
-
-
-def _planned_queries(
-    q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int
-) -> Int32[Array, "B"] | None:
-    """Return the number of queries of each sequence, int32 [B], or None if every sequence has one query.
-
-    The argument `q_lens` of a decode call may be None although every sequence has several queries.
-    """
-    if q_lens is None and num_queries > 1:
-        return jnp.full_like(kv_lens, num_queries)
-    return q_lens
 
 
 def sharing_of(mode: Mode, page_size: int) -> Sharing:

@@ -10,7 +10,15 @@ from jaxtyping import Array, Int32
 
 from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.portable.schedule import Sharing
-from pallas_attn.types import HeadWindow, PlanKey
+from pallas_attn.types import DecodePlan, HeadWindow, PlanKey
+
+type PlanResult = tuple[DecodePlan, Int32[Array, "B"], Int32[Array, "B"] | None]
+"""Result of an implementation of `plan_decode`: the plan, and the clipped `kv_lens` and `q_lens` of the call. `q_lens`
+is None if the call has none.
+
+A call without a plan runs the decode kernel on the clipped lengths. The kernel of a plan reads all lengths anyway, so
+the call needs no other kernel to clip them.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -19,9 +27,10 @@ class PlanDecodeCall(OperationCall):
     """Lengths of a decode step, and parameters of the plan.
 
     Attributes:
-      kv_lens: int32 [B], tokens per sequence, including the new tokens; 0 for an idle sequence. Clipped to the
-        capacity of the block tables.
-      q_lens: int32 [B], queries per sequence, clipped to Q; None if each sequence has one query.
+      kv_lens: int32 [B], tokens per sequence, including the new tokens; 0 for an idle sequence. Implementations clip
+        them to `table_tokens`.
+      q_lens: int32 [B], queries per sequence, which implementations clip to `num_queries`; None if each sequence has
+        `num_queries` queries.
       window: window of the decode call.
       sharing: cost model, and the arithmetic of shares and splits.
       num_programs: number of CTAs in the plan.
@@ -43,5 +52,14 @@ class PlanDecodeCall(OperationCall):
         return self.made_for.num_kv_heads
 
     @property
+    def num_queries(self) -> int:
+        return self.made_for.num_queries
+
+    @property
     def page_size(self) -> int:
         return self.made_for.page_size
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens of a full block table, at most 2**31 - 1."""
+        return min(self.made_for.table_pages * self.page_size, 2**31 - 1)

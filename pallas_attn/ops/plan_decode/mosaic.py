@@ -56,7 +56,7 @@ from pallas_attn.mosaic.primitives.block_scan import (
     segment_of,
 )
 from pallas_attn.mosaic.primitives.row_io import THREADS
-from pallas_attn.ops.plan_decode.call import PlanDecodeCall
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall, PlanResult
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
 from pallas_attn.portable.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
@@ -73,7 +73,9 @@ class PlanStatic:
       sharing: cost model, and the arithmetic of shares and splits.
       window: window of all heads in tokens; ignored if the call has a `HeadWindow`.
       num_kv_heads: KV heads of a sequence; 1 for latents.
+      num_queries: maximum number of queries of a sequence.
       page_size: tokens per page.
+      table_tokens: maximum number of tokens of a sequence.
       rows: number of rows, sequences times KV heads.
       ctas: number of CTAs of the plan.
     """
@@ -81,7 +83,9 @@ class PlanStatic:
     sharing: Sharing
     window: int
     num_kv_heads: int
+    num_queries: int
     page_size: int
+    table_tokens: int
     rows: int
     ctas: int
 
@@ -123,8 +127,15 @@ class PlanInputs(NamedTuple):
 
 
 class PlanOutputs(NamedTuple):
-    """Arrays of a `DecodePlan`, which has their shapes."""
+    """Arrays of a `DecodePlan`, and clipped lengths, in global memory.
 
+    Attributes:
+      kv_lens, q_lens: int32 [B]; `q_lens` is None if the call has none.
+      row_order, ...: the fields of the plan.
+    """
+
+    kv_lens: Any
+    q_lens: Any
     row_order: Any
     sink_pages: Any
     first_page: Any
@@ -137,11 +148,12 @@ class PlanOutputs(NamedTuple):
     cta_split: Any
 
     @staticmethod
-    def types(static: PlanStatic) -> PlanOutputs:
+    def types(static: PlanStatic, x: PlanInputs) -> PlanOutputs:
+        kv_lens, q_lens = jax.tree.map(lambda lens: jax.ShapeDtypeStruct(lens.shape, jnp.int32), (x.kv_lens, x.q_lens))
         rows, rows_plus_1, ctas_plus_1 = (
             jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.ctas + 1)
         )
-        return PlanOutputs(*(rows,) * 5, *(rows_plus_1,) * 2, *(ctas_plus_1,) * 3)
+        return PlanOutputs(kv_lens, q_lens, *(rows,) * 5, *(rows_plus_1,) * 2, *(ctas_plus_1,) * 3)
 
 
 class PlanScratch(NamedTuple):
@@ -161,7 +173,7 @@ class PlanScratch(NamedTuple):
     lanes: Any
 
 
-def plan_decode(call: PlanDecodeCall) -> DecodePlan:
+def plan_decode(call: PlanDecodeCall) -> PlanResult:
     basics.require_capability((9, 0), (10, 0))
     rows = call.kv_lens.shape[0] * call.num_kv_heads
     if rows > MAX_ROWS:
@@ -170,7 +182,9 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         sharing=call.sharing,
         window=call.window if isinstance(call.window, int) else FULL,
         num_kv_heads=call.num_kv_heads,
+        num_queries=call.num_queries,
         page_size=call.page_size,
+        table_tokens=call.table_tokens,
         rows=rows,
         ctas=call.num_programs,
     )
@@ -181,24 +195,27 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     )
     (outputs,) = plgpu.kernel(
         functools.partial(_kernel, static),
-        out_type=(PlanOutputs.types(static),),
+        out_type=(PlanOutputs.types(static, inputs),),
         scratch_types=(PlanScratch(sums, sums, keys, Lanes.types(static.warpgroups)),),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=basics.lane_semantics()),
         kernel_name="plan_decode",
     )(basics.materialize(inputs))
-    return DecodePlan(
-        **outputs._asdict(),
+    fields = outputs._asdict()
+    kv_lens, q_lens = fields.pop("kv_lens"), fields.pop("q_lens")
+    plan = DecodePlan(
+        **fields,
         made_for=call.made_for,
         implementation=call.implementation,
         split_pages=call.sharing.split_pages,
     )
+    return plan, kv_lens, q_lens
 
 
 def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch) -> None:
     sharing = static.sharing
-    total, busy = _lay_out(static, x, mem)
+    total, busy = _lay_out(static, x, plan, mem)
     share = sharing.share(total, static.ctas)
     if static.for_each_row:
         own_share = sharing.own_share(total - busy * sharing.overhead, static.ctas)
@@ -209,15 +226,20 @@ def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScrat
         _share(static, x, plan, mem, total, busy, share)
 
 
-def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, Any]:
-    """Write `ends` for the original order of the rows.
+def _lay_out(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch) -> tuple[Any, Any]:
+    """Write `ends` for the original order of the rows, and the clipped lengths.
 
     Return the total cost, and the number of rows with visible pages (int32 scalars).
     """
 
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         cost, busy = before
-        pages = jnp.where(row < static.rows, _walk(static, x, row).num_pages, 0)
+        lengths = RowLengths.of(static, x, row)
+        sequence = jnp.where((row < static.rows) & (lengths.head == 0), lengths.sequence, -1)
+        PER_THREAD.put(plan.kv_lens, sequence, lengths.kv_len)
+        if x.q_lens is not None:
+            PER_THREAD.put(plan.q_lens, sequence, lengths.q_len)
+        pages = jnp.where(row < static.rows, _walk(static, x, lengths).num_pages, 0)
         return mem.lanes.append(mem.ends, row, static.sharing.cost(pages), cost), busy + jnp.where(pages > 0, 1, 0)
 
     _, busy = mem.lanes.each_chunk(static.rows, lay_out, (_of_each(0), _of_each(0)))
@@ -352,7 +374,7 @@ def _list_in_snake_order(
     ..., 0, and so on. All groups then have similar costs.
     """
     row = mem.lanes.number()
-    walk = _walk(static, x, row)
+    walk = _walk(static, x, RowLengths.of(static, x, row))
     key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1).astype(jnp.float32)
     PER_THREAD.put(mem.keys, jnp.where(row < mem.keys.shape[0], row, -1), key)
     mem.lanes.barrier()
@@ -411,7 +433,7 @@ def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: 
     """Write the rows and their pages to the plan in their original order."""
 
     def write(row: Any, _: None) -> None:
-        _list(static, plan, row, row, _walk(static, x, row))
+        _list(static, plan, row, row, _walk(static, x, RowLengths.of(static, x, row)))
 
     lanes.each_chunk(static.rows, write)
 
@@ -458,15 +480,36 @@ def _list_ctas(static: PlanStatic, plan: PlanOutputs, cta: Any, start: tuple[Any
 # --- rows and places
 
 
-def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
-    """Return the visible pages of rows, one row per thread, from lengths and windows. Rows past the last get arbitrary
-    numbers.
+class RowLengths(NamedTuple):
+    """Sequence, KV head and clipped lengths of rows, one row per thread, int32 [128]. Rows past the last have the
+    values of the last row.
     """
-    row = jnp.minimum(row, static.rows - 1)
-    batch = ratio(row, static.num_kv_heads)
-    head = row - batch * static.num_kv_heads
-    kv_len = PER_THREAD.take(x.kv_lens, batch)
-    q_len = jnp.full_like(kv_len, 1) if x.q_lens is None else PER_THREAD.take(x.q_lens, batch)
+
+    sequence: Any
+    head: Any
+    kv_len: Any
+    q_len: Any
+
+    @staticmethod
+    def of(static: PlanStatic, x: PlanInputs, row: Any) -> RowLengths:
+        row = jnp.minimum(row, static.rows - 1)
+        sequence = ratio(row, static.num_kv_heads)
+        kv_len = _bounded(PER_THREAD.take(x.kv_lens, sequence), static.table_tokens)
+        if x.q_lens is None:
+            q_len = jnp.full_like(kv_len, static.num_queries)
+        else:
+            q_len = _bounded(PER_THREAD.take(x.q_lens, sequence), static.num_queries)
+        return RowLengths(sequence, row - sequence * static.num_kv_heads, kv_len, q_len)
+
+
+def _bounded(lens: Any, most: int) -> Any:
+    """Return lengths clipped to the range from 0 to `most`."""
+    return jnp.minimum(jnp.maximum(lens, 0), most)
+
+
+def _walk(static: PlanStatic, x: PlanInputs, lengths: RowLengths) -> PageWalk:
+    """Return the visible pages of rows, one row per thread."""
+    _, head, kv_len, q_len = lengths
     if x.window is None:
         window, sink_tokens = jnp.full_like(kv_len, static.window), jnp.zeros_like(kv_len)
     else:

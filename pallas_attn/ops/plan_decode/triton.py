@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import triton.language as tl
 
-from pallas_attn.ops.plan_decode.call import PlanDecodeCall
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall, PlanResult
 from pallas_attn.portable import schedule
 from pallas_attn.runtime import device
 from pallas_attn.triton import tiles
@@ -38,7 +38,7 @@ RANKED = 32
 """Number of rows that each row is compared with at a time to find its rank by length."""
 
 
-def plan_decode(call: PlanDecodeCall) -> DecodePlan:
+def plan_decode(call: PlanDecodeCall) -> PlanResult:
     device.triton_card()
     rows, programs, sharing = call.kv_lens.shape[0] * call.num_kv_heads, call.num_programs, call.sharing
     if max(rows, programs + 1) > MAX_ROWS:
@@ -47,18 +47,22 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         )
     window = call.window
     row_vector, cta_vector = tiles.power_of_two(rows), tiles.power_of_two(programs + 1)
-    of_rows, of_starts, of_ctas = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (rows, rows + 1, programs + 1))
+    of_lens, of_rows, of_starts, of_ctas = (
+        jax.ShapeDtypeStruct((n,), jnp.int32) for n in (call.kv_lens.shape[0], rows, rows + 1, programs + 1)
+    )
     arrays = launch(
         _plan,
         *(call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
-        outputs=[*(of_rows,) * 5, *(of_starts,) * 2, *(of_ctas,) * 3, of_starts, of_rows],
+        outputs=[*(of_lens,) * 2, *(of_rows,) * 5, *(of_starts,) * 2, *(of_ctas,) * 3, of_starts, of_rows],
         grid=(1,),
         constants={
             "ROWS": rows,
             "CTAS": programs,
             "KV_HEADS": call.num_kv_heads,
+            "QUERIES": call.num_queries,
             "PAGE": call.page_size,
+            "TABLE_TOKENS": call.table_tokens,
             "WINDOW": window if isinstance(window, int) else None,
             "OVERHEAD": sharing.overhead,
             "CUT": sharing.cut,
@@ -74,8 +78,9 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         },
         num_warps=4 if max(row_vector, cta_vector) <= 512 else 16,
     )
-    order, sink_pages, first_page, num_pages, next_row, split_indptr, merged, cta_row, cta_page, cta_split, *_ = arrays
-    return DecodePlan(
+    kv_lens, q_lens, order, sink_pages, first_page, num_pages, next_row, *arrays = arrays
+    split_indptr, merged, cta_row, cta_page, cta_split, *_ = arrays
+    plan = DecodePlan(
         row_order=order,
         sink_pages=sink_pages,
         first_page=first_page,
@@ -90,6 +95,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         implementation=call.implementation,
         split_pages=sharing.split_pages,
     )
+    return plan, kv_lens, None if call.q_lens is None else q_lens
 
 
 @kernel
@@ -98,6 +104,8 @@ def _plan(
     q_lens_ptr,  # [B] or None
     window_ptr,  # [KV_HEADS] or None
     sink_tokens_ptr,
+    bounded_kv_lens_ptr,  # [B]
+    bounded_q_lens_ptr,  # [B]; not written if q_lens_ptr is None
     row_order_ptr,  # [ROWS] each
     sink_pages_ptr,
     first_page_ptr,
@@ -113,7 +121,9 @@ def _plan(
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     PAGE: tl.constexpr,
+    TABLE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     OVERHEAD: tl.constexpr,
     CUT: tl.constexpr,
@@ -129,8 +139,15 @@ def _plan(
 ):
     row, cta = tl.arange(0, ROW_VECTOR), tl.arange(0, CTA_VECTOR)
     is_row, is_cta = row < ROWS, cta <= CTAS
+    sequence, head = row // KV_HEADS, row % KV_HEADS
+    kv_len = _bounded(tl.load(kv_lens_ptr + sequence, mask=is_row, other=0), TABLE_TOKENS)
+    tl.store(bounded_kv_lens_ptr + sequence, kv_len, mask=is_row & (head == 0))
+    q_len = QUERIES
+    if q_lens_ptr is not None:
+        q_len = _bounded(tl.load(q_lens_ptr + sequence, mask=is_row, other=0), QUERIES)
+        tl.store(bounded_q_lens_ptr + sequence, q_len, mask=is_row & (head == 0))
     sink_pages, first_page, num_pages = _visible_pages(
-        *(row, is_row, kv_lens_ptr, q_lens_ptr, window_ptr, sink_tokens_ptr, KV_HEADS, PAGE, WINDOW)
+        head, is_row, kv_len, q_len, window_ptr, sink_tokens_ptr, PAGE, WINDOW
     )
     total = tl.sum(_cost(num_pages, OVERHEAD, SPLIT_PAGES), 0)
     share = _share(total, CTAS, OVERHEAD)
@@ -238,28 +255,29 @@ def _plan(
 
 
 @kernel
+def _bounded(lens, MOST: tl.constexpr):
+    """Return lengths clipped to the range from 0 to MOST."""
+    return tl.minimum(tl.maximum(lens, 0), MOST)
+
+
+@kernel
 def _visible_pages(
-    row,
+    head,
     is_row,
-    kv_lens_ptr,
-    q_lens_ptr,
+    kv_len,
+    q_len,
     window_ptr,
     sink_tokens_ptr,
-    KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Return sink pages, first page and number of pages of each row, as `portable.visibility.page_walk`; 0 where
     `is_row` is false.
     """
-    sequence, head = row // KV_HEADS, row % KV_HEADS
-    kv_len, q_len = tl.load(kv_lens_ptr + sequence, mask=is_row, other=0), 1
-    if q_lens_ptr is not None:
-        q_len = tl.load(q_lens_ptr + sequence, mask=is_row, other=0)
     first_query = tl.maximum(kv_len - q_len, 0)
     end = tl.where(q_len > 0, kv_len, 0)
     is_idle = end <= first_query
-    first_page, sink_pages = tl.zeros_like(row), tl.zeros_like(row)
+    first_page, sink_pages = tl.zeros_like(head), tl.zeros_like(head)
     if window_ptr is not None:
         window = tl.load(window_ptr + head, mask=is_row, other=1)
         first_page = tl.where(is_idle, 0, tl.maximum(first_query - window + 1, 0) // PAGE)

@@ -23,16 +23,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from pallas_attn.ops.plan_decode.call import PlanDecodeCall
+from pallas_attn import checks
+from pallas_attn.ops.plan_decode.call import PlanDecodeCall, PlanResult
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
 from pallas_attn.portable.segments import segment_of
-from pallas_attn.portable.visibility import PageWalk, head_windows, page_walk
+from pallas_attn.portable.visibility import PageWalk, head_windows, page_walk, real_queries
 from pallas_attn.types import DecodePlan
 
 
-def plan_decode(call: PlanDecodeCall) -> DecodePlan:
-    kv_lens, sharing, num_programs = call.kv_lens, call.sharing, call.num_programs
-    q_lens = jnp.ones_like(kv_lens) if call.q_lens is None else call.q_lens
+def plan_decode(call: PlanDecodeCall) -> PlanResult:
+    sharing, num_programs = call.sharing, call.num_programs
+    kv_lens, bounded_q_lens = checks.bound_decode_lens(call.made_for, call.kv_lens, call.q_lens)
+    q_lens = real_queries(bounded_q_lens, kv_lens, call.num_queries)
     windows = head_windows(call.window, call.num_kv_heads)
     first_query = jnp.maximum(kv_lens - q_lens, 0)[:, None]
     end = jnp.where(q_lens > 0, kv_lens, 0)[:, None]
@@ -53,7 +55,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
             own, are_worse = _for_each_row(sharing, walk.num_pages, share, program)
             cuts, order = _unless(own, are_worse, cuts), jnp.where(are_worse, order, rows)
     sink_pages, first_page, num_pages = (x[order] for x in walk)
-    return DecodePlan(
+    plan = DecodePlan(
         row_order=order,
         sink_pages=sink_pages,
         first_page=first_page,
@@ -65,6 +67,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         implementation=call.implementation,
         split_pages=sharing.split_pages,
     )
+    return plan, kv_lens, bounded_q_lens
 
 
 class PlanCuts(NamedTuple):
