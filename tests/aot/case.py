@@ -46,6 +46,8 @@ class Case:
       tile: tile of the main loop, for `make tile-budget`; None if the kernel has no loop over a cache.
         blocks: minimum number of thread blocks that must fit on a multiprocessor at the same time.
         one_graph: whether XLA must run the whole program as one CUDA graph.
+      launches: number of operations that the host must launch; 0 to skip the check. Operations of a CUDA graph are not
+        counted, and XLA builds no graph of fewer than five operations.
         card: GPU to compile for, a key of `device.CARDS`.
         output: shape of an engine step's attention output, which XLA must not concatenate or copy; () to skip the
         check.
@@ -63,6 +65,7 @@ class Case:
     tile: Tile | None = None
     blocks: int = 1
     one_graph: bool = False
+    launches: int = 0
     card: str = "H200"
     output: tuple[int, ...] = ()
     options: dict[str, str | bool] | None = None

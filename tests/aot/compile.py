@@ -54,12 +54,13 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     here = NamedSharding(Mesh([card], "x"), PartitionSpec())
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
+    lists = case.one_graph or case.launches > 0
     printed.take()
     # Mosaic GPU lowers a kernel for the architecture of the default device.
     with jax.default_device(card), tempfile.TemporaryDirectory() as dumps:
-        dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if case.one_graph else {}
+        dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if lists else {}
         compiled = jitted.lower(**arguments).compile((case.options or {}) | dumping)
-        launches = launched(Path(dumps)) if case.one_graph else ()
+        launches = launched(Path(dumps)) if lists else ()
     dump, memory, module = printed.take(), compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert module is not None

@@ -93,7 +93,7 @@ class Report:
         on_slices: computations in which XLA fused a kernel with slices of its operands. Such a kernel fails at run time
         if a slice is not aligned.
         launches: kinds of thunks (operations of XLA's executable) that the host launches, in order. Filled only if the
-        case must be one CUDA graph.
+        case must be one CUDA graph or have a number of launches.
     """
 
     error: str | None = None
@@ -178,6 +178,8 @@ def complaints(report: Report, case: Case, permitted_spills: int = 0) -> Iterato
     yield from (f"concatenates or copies the attention output: {join}" for join in report.joins)
     if case.one_graph and report.launches != ("CommandBuffer",):
         yield f"is not one CUDA graph, but launches {', '.join(report.launches)}"
+    if case.launches and len(report.launches) != case.launches:
+        yield f"launches {', '.join(report.launches)}, expected {case.launches} operations"
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:

@@ -118,7 +118,9 @@ SAMPLES = {
     "is-not-in-place": Case(widened, {"cache": shape(64, 64, 128)}, cache="cache", donated=True, tensor_cores=False),
     "has-no-kernel": replace(STREAMS_TILES, function=lambda x, w: jnp.float32(0)),
     # A program with one kernel is not one graph, because XLA builds graphs of at least five operations.
-    "is-not-one-graph": replace(STREAMS_TILES, function=functools.partial(stream_matmul, slots=3), one_graph=True),
+    "is-not-one-graph": replace(
+        STREAMS_TILES, function=functools.partial(stream_matmul, slots=3), one_graph=True, launches=2
+    ),
     "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w, slots=4)),
 }
 """Samples by name. Their kernels differ, because a process compiles equal kernels once: the kernel would be missing in

@@ -106,6 +106,24 @@ def layers_of_a_pool() -> Case:
     return Case(steps, arguments, cache="kv", donated=True, temporaries=64 * MIB)
 
 
+@deferred
+def unplanned_decode(implementation: str = "mosaic") -> Case:
+    """Return the case of a decode call without a plan. It has three kernels: plan, decode and merge. The kernel of the
+    plan also clips the lengths.
+    """
+    queries = 2
+    arguments = {
+        "q": shape(SEQUENCES, queries, HEADS, HEAD_DIM),
+        "kv": paged_kv(jnp.bfloat16),
+        "block_tables": ints(SEQUENCES, PAGES),
+        "kv_lens": ints(SEQUENCES),
+        "q_lens": ints(SEQUENCES),
+    }
+    call = functools.partial(pallas_attn.paged_decode, implementation=implementation)
+    mosaic = implementation == "mosaic"
+    return Case(call, arguments, cache="kv", temporaries=64 * MIB, launches=3, kernels=mosaic, tensor_cores=mosaic)
+
+
 STEPS = {
     "ragged-step-bf16": ragged(paged_kv(jnp.bfloat16), sliding_window=1024, soft_cap=30.0),
     "ragged-step-fp8-quantised": ragged(
@@ -115,4 +133,5 @@ STEPS = {
     "latent-step-128-heads": latents(128),
     "cascade-bf16": cascade(),
     "layers-of-a-pool-bf16": layers_of_a_pool(),
+    "unplanned-decode": unplanned_decode(),
 }

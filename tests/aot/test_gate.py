@@ -45,7 +45,7 @@ def test_correct_kernels_pass(compiler, name):
         ("is-not-in-place", ["updates 0 of 1048576 donated bytes in place"]),
         ("has-no-kernel", ["has no Mosaic GPU kernel", "uses no tensor cores"]),
         ("has-temporaries", ["has 262144 bytes of temporaries, limit 0"]),
-        ("is-not-one-graph", ["is not one CUDA graph, but launches CustomCall"]),
+        ("is-not-one-graph", ["is not one CUDA graph, but launches CustomCall", "CustomCall, expected 2 operations"]),
     ],
 )
 def test_defective_kernels_are_reported(compiler, name, words):

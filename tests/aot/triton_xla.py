@@ -1,15 +1,16 @@
 """Compile-gate cases of calls with Triton kernels in an XLA program for an H200.
 
 test_triton.py compiles the kernels alone. These cases check that XLA neither copies a cache nor needs much temporary
-memory, and updates donated caches in place.
+memory, updates donated caches in place, and adds no kernels to a decode call without a plan.
 """
 
 from __future__ import annotations
 
-from tests.aot.case import Case
+from tests.aot.case import Case, DeferredCase
+from tests.aot.steps import unplanned_decode
 from tests.aot.triton_cases import TRITON_CASES
 
-TRITON = {
+TRITON: dict[str, Case | DeferredCase] = {
     f"triton-{name}": Case(
         TRITON_CASES[name].function,
         TRITON_CASES[name].arguments,
@@ -28,4 +29,4 @@ TRITON = {
         # Temporary memory has, for each slot of the pool, the index of the token that is written to it (4 bytes).
         ("write-kv-fp8-4-d128", "kv", True, 2**20),
     )
-}
+} | {"triton-unplanned-decode": unplanned_decode("triton")}
