@@ -5,6 +5,7 @@ A plan row is one KV head of one sequence. A program is a CTA of the decode kern
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pallas_attn import FULL
+from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode
 from pallas_attn.ops.plan_decode.triton import MAX_ROWS
 from tests.kit import harness
 from tests.kit.slow_cases import slow_cases
@@ -109,3 +110,20 @@ def test_more_than_max_rows_is_unsupported() -> None:
     given = arguments(harness.fresh_rng(), MAX_ROWS // 2 + 1, 2, 100)
     with pytest.raises(NotImplementedError, match=f"at most {MAX_ROWS} plan rows"):
         plan_case.plan(**given, num_programs=3, implementation="triton")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_decode_without_a_plan_clips_lengths() -> None:
+    """The kernel of the plan clips the lengths that the decode kernel reads."""
+    spec = kv_cache_spec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=16, dtype=jnp.float16)
+    kv = jax.tree.map(
+        lambda x: jnp.asarray(harness.fresh_rng().standard_normal(x.shape), x.dtype), PagedKV.allocate(spec)
+    )
+    q = jnp.ones((3, 2, 1, 16), jnp.float16)
+    tables = jnp.asarray([[0, 1], [2, 3], [1, 2]], jnp.int32)
+
+    def outputs(kv_lens: list[int], q_lens: list[int]) -> np.ndarray:
+        lens, queries = (jnp.asarray(x, jnp.int32) for x in (kv_lens, q_lens))
+        return np.asarray(paged_decode(q, kv, tables, lens, q_lens=queries, implementation="triton"))
+
+    np.testing.assert_array_equal(outputs([40, -5, 20], [7, 1, -1]), outputs([32, 0, 20], [2, 1, 0]))
