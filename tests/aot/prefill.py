@@ -92,7 +92,10 @@ def ragged(
         key = RaggedAttentionKey(key_dim, value_dim, tokens // SEQUENCES >= ragged_config.LONG)
         chosen = ragged_config.mosaic_config(key)
     elements = chosen.tile_keys * (key_dim + value_dim)
-    tile = Tile(elements * jnp.dtype(dtype).itemsize, elements * QUERIES * chosen.consumers)
+    multiply_adds = (
+        chosen.tile_keys * QUERIES * (chosen.consumers * key_dim + chosen.consumers // chosen.column_parts * value_dim)
+    )
+    tile = Tile(elements * jnp.dtype(dtype).itemsize, multiply_adds)
     return Case(call, arguments, temporaries=2**20 + partial_outputs(splits, tokens, q_heads, value_dim), tile=tile)
 
 
@@ -219,6 +222,8 @@ ALL_FEATURES: dict[str, Any] = {
     "out_dtype": jnp.float32,
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
+SHARED_ROWS = FlashConfig(tile_keys=64, stages=1, consumers=2, column_parts=2)
+"""Sizes for heads of 512 columns over 8-bit caches and over packed keys, which the heuristics do not enable."""
 TWO_CONSUMERS: dict[str, Any] = {"splits": 6}
 """Limit of splits for kernels with two consumer warpgroups. A CTA then computes twice the queries, so there are half as
 many blocks of queries, and keys may be split more often.
@@ -239,6 +244,10 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-192-128-without-lse": ragged(192, 128, 16, 16, return_lse=False),
     "ragged-192-128-few-without-lse": ragged(192, 128, 16, 16, **FEW, return_lse=False),
     "ragged-64-64-all-options": ragged(64, 64, **RAGGED_OPTIONS),
+    "ragged-512-512": ragged(512, 512, sizes=SHARED_ROWS, splits=2),
+    "ragged-512-512-odd-all-options": ragged(
+        512, 512, tokens=TOKENS - 3, keys=KEYS - 5, sizes=SHARED_ROWS, splits=2, **RAGGED_OPTIONS
+    ),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),
     "ragged-one-head-few": ragged(64, 64, 1, 1, sinks=True, tokens=96, splits=132),
@@ -252,6 +261,10 @@ PREFILL: dict[str, DeferredCase] = {
     "paged-prefill-d256-all-features": paged(256, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
     "paged-prefill-d512": paged(512, group=8, splits=2),
     "paged-prefill-d512-all-features": paged(512, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
+    "paged-prefill-fp8-head-d512": paged(512, group=8, cache=CACHES["fp8-head"], sizes=SHARED_ROWS, splits=2),
+    "paged-prefill-int8-group-d512-p16-all-features": paged(
+        512, 16, cache=CACHES["int8-group"], sizes=SHARED_ROWS, **(ALL_FEATURES | TWO_CONSUMERS)
+    ),
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-full": paged(causal=False, features=("head-tables", "sinks"), soft_cap=50.0),
@@ -322,7 +335,7 @@ PREFILL_MORE: dict[str, DeferredCase] = {
 }
 """Cases with combinations of caches, head dimensions and options, and with the kernel sizes of `TUNING`."""
 
-UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|d512)")
+UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|(.*-)?d512)|ragged-512")
 """Names of cases that are not supported on Blackwell, because they need too much shared memory or have wide heads.
 
 With a head dimension of 256, the 128 query rows, two pipeline stages and the staging buffers leave no space for scales

@@ -336,7 +336,10 @@ def too_wide(cases: Mapping[str, PagedCase], of_16_bits: tuple[int, ...] = ()) -
       of_16_bits: widths above 256 that are supported for caches of 16 bits.
     """
     wide = {name: case for name, case in cases.items() if case.head_dim > 256 and name not in UNSUPPORTED["mosaic"]}
-    messages = {True: "takes heads of width 64, 128 or 256, got", False: "takes heads of width 64, 128"}
+    messages = {
+        True: "takes heads of width 64, 128 or 256, got|needs a configuration",
+        False: "takes heads of width 64, 128",
+    }
     return {
         name: messages[case.cache_dtype is not None]
         for name, case in wide.items()

@@ -253,6 +253,7 @@ def test_large_scores_of_either_sign(backend: Backend, causal: bool) -> None:
     check(backend, replace(BASE, exact=True, causal=causal))
 
 
+NO_WIDE_HEADS = "takes keys and values of width|needs a configuration that enables the Mosaic kernel"
 WIDTHS = {  # (Dk, Dv, Hq, Hkv)
     "DeepSeek": (192, 128, 4, 4),
     "GQA of 4": (128, 128, 8, 2),
@@ -281,21 +282,22 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
     mosaic={
         "GQA of 16": "takes keys and values of width",
         "one head, narrow keys": "takes keys and values of width",
-        "GQA of 8, width 512": "takes keys and values of width",
+        "GQA of 8, width 512": NO_WIDE_HEADS,
         "width 320": "takes keys and values of width",
         "keys of 448, values of 384": "takes keys and values of width",
     },
 )  # fmt: skip
 def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
     few = replace(FEW, key_dim=key_dim, value_dim=value_dim)
-    check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
+    check(backends.for_width(backend, key_dim), replace(few, q_heads=q_heads, kv_heads=kv_heads))
 
 
 @every_backend
 @in_every_run("xla", "triton")
-@unsupported(mosaic="takes keys and values of width")
+@unsupported(mosaic=NO_WIDE_HEADS)
 def test_columns_of_wide_values_keep_their_place(backend: Backend) -> None:
     """All keys of a head have the same value, so the output of a query equals it. Its columns differ."""
+    backend = backends.for_width(backend, 512)
     inputs = draw(backend, replace(FEW, key_dim=512, value_dim=512))
     value = inputs.rng.standard_normal(512).astype(inputs.v.dtype).astype(np.float32)
     inputs.v[:] = value * np.array([[1], [-1]])
@@ -337,11 +339,11 @@ OPTIONS = {
 @unsupported(
     mosaic={
         "large soft cap": "takes a soft cap of up to 4096, got 5000",
-        "width 512, a window, soft cap, sinks": "takes keys and values of width",
+        "width 512, a window, soft cap, sinks": NO_WIDE_HEADS,
     }
 )
 def test_options(backend: Backend, name: str) -> None:
-    check(backend, OPTIONS[name])
+    check(backends.for_width(backend, OPTIONS[name].key_dim), OPTIONS[name])
 
 
 @backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")

@@ -25,6 +25,7 @@ from tests.kit.slow_cases import slow_cases
 # Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
+FP8 = "float8_e4m3fn"
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
 SHARED_ROWS = Variant("mosaic", FlashConfig(tile_keys=64, stages=1, consumers=2, column_parts=2))
 TWO_CONSUMERS = Variant("mosaic", FlashConfig(tile_keys=128, stages=2, consumers=2))
@@ -96,6 +97,27 @@ def test_consumers_share_query_rows(name: str, monkeypatch: pytest.MonkeyPatch) 
     check(cases[name], SHARED_ROWS)
 
 
+@slow_cases("interpreted-fp8 per head, absent pages", "interpreted-int8 per token, windows, splits")
+@pytest.mark.parametrize(
+    "name", ["fp8 per token, windows", "fp8 per head, absent pages", "int8 per token, windows, splits"]
+)
+def test_wide_8_bit_caches_are_converted_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staging buffer has one tile, or with scales per token three quarters of a tile, as a ring of pieces."""
+    wide, windows = replace(BASE, head_dim=512), ((40, 3), (FULL, 0))
+    cases = {
+        "fp8 per token, windows": replace(wide, cache_dtype=FP8, scales=16, head_windows=windows),
+        "fp8 per head, absent pages": replace(
+            ABSENT, head_dim=512, cache_dtype=FP8, scales="head", page_size=32, pages_per_row=5
+        ),
+        "int8 per token, windows, splits": replace(
+            wide, kv_lens=(0, 20, 250, 65), cache_dtype="int8", scales=16, head_windows=windows, soft_cap=7.0
+        ),
+    }
+    multiprocessors = 40 if "splits" in name else 2
+    monkeypatch.setattr(basics, "multiprocessors", lambda: multiprocessors)
+    check(cases[name], SHARED_ROWS)
+
+
 # Groups of 2 and 7 are not in `make test`: tests/contract/test_paged_attention.py has a group of 7.
 @slow_cases("interpreted-10")
 @pytest.mark.parametrize("group", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7)), 10])
@@ -142,7 +164,6 @@ def test_split_int8_keys() -> None:
     assert splits[0].most > 1
 
 
-FP8 = "float8_e4m3fn"
 QUANTISED = {
     "int8 per head, soft cap": (
         replace(SHORT, cache_dtype="int8", scales="head", head_windows=((FULL, 0), (60, 5)), soft_cap=3.0),

@@ -23,6 +23,7 @@ from pallas_attn.mosaic.hopper.prefill import ROWS, FlashStatic
 from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, QueryBlock
 from pallas_attn.mosaic.prefill.split import OutputRows, RowState, merge_splits
+from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedInputs, RaggedLoader
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.kit import harness
@@ -33,6 +34,7 @@ from tests.kit.slow_cases import slow_cases
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=2))
+SHARED_ROWS = Variant("mosaic", FlashConfig(tile_keys=64, stages=1, consumers=2, column_parts=2))
 BASE = RaggedCase(
     (3, 0, 141, 20),
     (70, 9, 150, 5),
@@ -62,6 +64,19 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
     inputs = Inputs.draw(case, harness.fresh_rng())
     got = call(variant, case, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
+
+
+@slow_cases("interpreted-sinks, splits")
+@pytest.mark.parametrize("name", ["window, soft cap", "sinks, splits"])
+def test_consumers_share_query_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two consumers have the same query rows of 512 columns, and half of the columns of the output each."""
+    wide = replace(BASE, key_dim=512, value_dim=512, q_heads=3, q_lens=(3, 0, 41, 20), tokens=66)
+    cases = {
+        "window, soft cap": replace(wide, window=70, soft_cap=5.0),
+        "sinks, splits": replace(wide, sinks=True, causal=False),
+    }
+    monkeypatch.setattr(basics, "multiprocessors", lambda: 40 if "splits" in name else 2)
+    check(cases[name], SHARED_ROWS)
 
 
 @slow_cases("interpreted-7", "interpreted-10")

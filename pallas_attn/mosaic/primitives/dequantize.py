@@ -68,6 +68,9 @@ Flipping the sign bit of an int8 b gives the byte b + 128. The float16 number wi
 1024 + 128 + b. Subtracting 1152 gives b.
 """
 
+PIECE_TOKENS = 16
+"""Tokens of a piece: a part of a tile that is copied and converted separately. Pages have at least as many tokens."""
+
 SMALLEST_SCALE = 1e-26
 """Smallest value scale. Kernels raise smaller scales to it, because they divide probabilities by the scale, and the sum
 of the quotients must not overflow.
@@ -170,7 +173,8 @@ def dequantize_tile(tile: Ref, to: Ref) -> None:
     """Convert an 8-bit tile [tokens, channels] to a float16 tile for tensor cores, both in shared memory.
 
     A thread converts chunks of 16 channels. Adjacent threads process adjacent tokens. Because of the swizzle, the
-    chunks of eight adjacent threads are then in different banks, in both tiles.
+    chunks of eight adjacent threads are then in different banks, in both tiles. In a tile of `PIECE_TOKENS` tokens, 16
+    lanes of a warp process the first half of the channels, and 16 lanes the second half.
     """
     tokens, channels = to.shape
     if interpreted():
@@ -181,11 +185,19 @@ def dequantize_tile(tile: Ref, to: Ref) -> None:
     @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, register_tiles.operand_ref()))
     def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
-        token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)
-        source = ChunkPointers(tile, channels, token, chunk)
-        target = ChunkPointers(to, 2 * channels, token, times(chunk, 2))
+        if tokens == PIECE_TOKENS:
+            token, side, chunk = masked(lane, tokens - 1), shifted(lane, 4), warp
+            columns = channels // ROW_BYTES // 2  # blocks of 128 bytes of half of the channels, in the 8-bit tile
+            source = ChunkPointers(tile, channels, token, chunk, times(side, columns))
+            target = ChunkPointers(to, 2 * channels, token, times(chunk, 2), times(side, 2 * columns))
+            steps = itertools.product((0,), range(0, channels // 32, 4))
+        else:
+            token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)
+            source = ChunkPointers(tile, channels, token, chunk)
+            target = ChunkPointers(to, 2 * channels, token, times(chunk, 2))
+            steps = itertools.product(range(0, tokens, 64), range(0, channels // 16, 2))
         four = ir.VectorType.get((4,), i32())
-        for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
+        for block, chunks in steps:
             words = llvm.load(four, source.pointer(block, chunks), alignment=16)
             for half in range(2):
                 pairs = [
@@ -296,10 +308,13 @@ class ChunkPointers:
     Args:
       tile: memref [rows / 8, row bytes / 128, 8, 128 bytes], swizzled.
       token_bytes: bytes of a token.
-      token, chunk: token of the thread's first chunk, and index of this chunk in the token, less than 4.
+      token, chunk: token of the thread's first chunk, and index of this chunk in the token, less than 8.
+      column: if given, number of blocks of 128 bytes before the block in which `chunk` is counted.
     """
 
-    def __init__(self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value) -> None:
+    def __init__(
+        self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value, column: ir.Value | None = None
+    ) -> None:
         memref_type = ir.MemRefType(tile.type)
         strides, _ = memref_type.get_strides_and_offset()
         self._tile = tile
@@ -313,6 +328,8 @@ class ChunkPointers:
             beside = arith.remui(token, mgpu.c(tokens_in_row, i32()))
             chunk = plus(chunk, times(beside, token_bytes // 16))
         self._row = plus(times(shifted(row, 3), self._row_tile), times(masked(row, 7), ROW_BYTES))
+        if column is not None:
+            self._row = plus(self._row, times(column, self._column))
         self._chunk = times(arith.xori(chunk, masked(row, 7)), 16)
 
     def pointer(self, tokens: int, chunks: int) -> ir.Value:

@@ -100,7 +100,14 @@ def present_pages(row: jax.Array) -> jax.Array:
 
 
 def tma_load_pages(
-    pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, pages: int, needed: Any = None
+    pool: Ref,
+    row: jax.Array,
+    first: Any,
+    tile: Ref,
+    barrier: Ref,
+    pages: int,
+    needed: Any = None,
+    lane: int | None = None,
 ) -> None:
     """Start TMA copies of pages, or of a part of each page, to consecutive rows of a tile in shared memory.
 
@@ -115,14 +122,16 @@ def tma_load_pages(
       needed: number of rows of the tile that are needed, from its first row on; None if all rows are needed. Groups of
         8 rows after the needed rows may be skipped, and their part of the tile then stays unchanged. Pages without a
         needed row must be absent.
+      lane: if given, page i is in lane `lane` + i, other lanes have any numbers, and `needed` must be None.
     """
     _require_arrivals(barrier, pages)
     rows = tile.shape[0] // pages
     if interpreted():
         for i in range(pages):
-            source, target = pool.at[jnp.maximum(row[i], 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
-            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, barrier))
-            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(barrier))
+            page = row[i + (lane or 0)]
+            source, target = pool.at[jnp.maximum(page, 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
+            pl.when(page >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, barrier))
+            pl.when(page < 0)(lambda: plgpu.barrier_arrive(barrier))
         return
 
     groups = rows // GROUP
@@ -136,6 +145,8 @@ def tma_load_pages(
         own, share = _own(row), GROUP * _row_bytes(pool) // THREADS
         first, last, left = (x.registers.item() for x in (first, last, left))
         present: Any = _present(own)
+        if lane is not None:
+            present = arith.andi(arith.shrui(present, _number(lane)), _number((1 << pages) - 1))
         announced = arith.muli(llvm.intr_ctpop(present), _number(groups))
         has_last = arith.andi(arith.shrui(present, last), _number(1)) if is_cut else None
         if has_last is not None:
@@ -148,7 +159,7 @@ def tma_load_pages(
             copies.start(pool, source, to, (_whole_groups(pool),), condition)
 
         for page in copies.shared_by_warps(pages):
-            number = _of_lane(own, page)
+            number = _of_lane(own, arith.addi(page, _number(lane)) if lane else page)
             is_whole = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
             if is_cut:
                 is_whole = arith.andi(is_whole, arith.cmpi(arith.CmpIPredicate.ne, page, last))

@@ -65,6 +65,7 @@ from pallas_attn.mosaic.prefill.schedule import (
 )
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.dequantize import PIECE_TOKENS
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.register_tiles import BY_64
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
@@ -77,14 +78,20 @@ from pallas_attn.mosaic.primitives.tma import (
 )
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
-from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
+from pallas_attn.ops.paged_prefill.mosaic_dequantize import (
+    CacheScales,
+    Dequantizer,
+    PieceDequantizer,
+    PieceOrder,
+    StagedPieces,
+    StagedQuant,
+)
 from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, ScaleLayout
 
 SHARED_ROWS = (512,)
-"""Widths of heads of 16-bit caches for which two consumers share query rows. Half of the columns of a head must be a
-multiple of the 64 columns of a swizzled row. With 384 columns, the kernel spills registers if a call has all
-options."""
+"""Widths of heads for which two consumers share query rows. Half of the columns of a head must be a multiple of the 64
+columns of a swizzled row. With 384 columns, the kernel spills registers if a call has all options."""
 
 FULL_TILE = -1
 """Metadata of a tile whose pages are all present, and whose keys are visible to all rows of the block."""
@@ -120,8 +127,9 @@ class PrefillInputs(NamedTuple):
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((9, 0))
-    check_supported(call, (*unsupported.HEAD_DIMS, *SHARED_ROWS) if call.kv.k.dtype.itemsize == 2 else None)
+    check_supported(call, (*unsupported.HEAD_DIMS, *SHARED_ROWS))
     settings = config.mosaic_config(config_key(call))
+    settings.require_enabled()
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
 
 
@@ -203,12 +211,12 @@ class PrefillScratch(NamedTuple):
       tile_meta: int32 [slots, 2]. For each tile, `FULL_TILE` or one bit per present page, and the position of the tile.
         There is one slot more than stages. On Blackwell there are two more, because a tile of keys may be multiplied
         and replaced while a consumer still processes the tile before it.
-      staged: buffers of an int8 or fp8 cache, or None.
+      staged: `StagedQuant` or `StagedPieces` of an int8 or fp8 cache, or None.
       tile_meta_full: one barrier per slot of `tile_meta`; None on Hopper, where consumers wait for the keys.
     """
 
     tile_meta: Any
-    staged: StagedQuant | None
+    staged: Any
     tile_meta_full: Any
 
 
@@ -255,13 +263,14 @@ class PagedLoader(PackedLoader):
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one page, got {got}")
         scales = dequantize.scale_layout(kv)
+        in_pieces = scales is not None and settings.column_parts > 1
         static = FlashStatic(
             head_dim,
             head_dim,
             settings.tile_keys,
             settings.stages,
             settings.consumers,
-            copies=max(1, settings.tile_keys // page_size),
+            copies=settings.tile_keys // min(page_size, PIECE_TOKENS if in_pieces else settings.tile_keys),
             score_scale=score_scale,
             tile_rows=tile_rows,
             rows=rows,
@@ -303,13 +312,15 @@ class PagedLoader(PackedLoader):
         slots = self.static.stages + (2 if orders_tensor_core else 1)
         return PrefillScratch(
             plgpu.SMEM((slots, 2), jnp.int32),
-            StagedQuant.types(
-                self.static, self.cache_dtype, self.tokens_per_smem_row, slots if self.scale_groups else 0
-            )
-            if self.static.dequantizes
-            else None,
+            self._staged_types(slots if self.scale_groups else 0) if self.static.dequantizes else None,
             plgpu.Barrier(num_barriers=slots, orders_tensor_core=True) if orders_tensor_core else None,
         )
+
+    def _staged_types(self, scale_slots: int) -> StagedQuant | StagedPieces:
+        """Return the scratch types of the buffers of an 8-bit cache. `scale_slots` is 0 without scales per token."""
+        if self.static.column_parts > 1:
+            return StagedPieces.types(self.static, self.cache_dtype, scale_slots)
+        return StagedQuant.types(self.static, self.cache_dtype, self.tokens_per_smem_row, scale_slots)
 
     def tile(self, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
         return PagedTile.of(self, x, scratch, work)
@@ -393,6 +404,9 @@ class PagedTile(NamedTuple):
         load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
         if self.scratch.staged is None:
             self.load_tiles(producer, kv_tile, load_later_queries)
+        elif isinstance(self.scratch.staged, StagedPieces):
+            dequantizer = PieceDequantizer(self.static, producer.rings, self.scratch.staged)
+            self.dequantize_pieces(dequantizer, kv_tile, load_later_queries)
         else:
             dequantizer = Dequantizer(self.static, producer.rings, self.scratch.staged)
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
@@ -442,19 +456,14 @@ class PagedTile(NamedTuple):
         """Copy keys and values of an int8 or fp8 cache to staging buffers, and write them as float16 to the rings."""
         x, staged = self.x, dequantizer.staged
 
-        def store_meta(i: Any, pages: jax.Array, scales: list[jax.Array]) -> None:
-            self.store_tile_meta(kv_tile + i, i, pages)
-            if scales:
-                dequantizer.store_token_scales(kv_tile + i, *scales)
-            self.signal_tile_meta(kv_tile + i)
-
         def load(i: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             (pages, following), after = located, self.locate(i + 2)
 
             @pl.when(i + 1 < self.kv_tiles)
             def _keys() -> None:
                 scales = self.token_scales(i + 1, following)
-                dequantizer.dequantize_keys(kv_tile + i + 1, functools.partial(store_meta, i + 1, following, scales))
+                store_meta = functools.partial(self.store_meta, dequantizer, kv_tile, i + 1, following, scales)
+                dequantizer.dequantize_keys(kv_tile + i + 1, store_meta)
 
             pl.when(i + 2 < self.kv_tiles)(lambda: self.copy_pages(x.k, i + 2, after, staged.k, staged.full.at[0]))
 
@@ -473,12 +482,70 @@ class PagedTile(NamedTuple):
             self.copy_pages(pool, jnp.int32(0), first, slot, staged.full.at[i])
         lax.fori_loop(-1, self.kv_tiles, load, (first, first))
 
+    def dequantize_pieces(
+        self, dequantizer: PieceDequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
+    ) -> None:
+        """Copy keys and values of an int8 or fp8 cache in pieces, and write them as float16 to the rings."""
+        order, pieces = PieceOrder(self.kv_tiles), self.static.copies  # pieces of a tile
+        begin = 2 * pieces * kv_tile  # number of the first piece of the work tile
+
+        def copy(place: Any, pages: jax.Array, piece: int, slot: Ref, full: Ref) -> None:
+            """Start the copy of a piece of the tile at `place`. `pages` is the result of `locate` for this tile."""
+            i = order.tile(place)
+            for pool, is_here in ((self.x.k, order.has_keys(place)), (self.x.v, order.has_values(place))):
+                pl.when(is_here)(lambda pool=pool: self.copy_piece(pool, i, pages, piece, slot, full))
+
+        def convert(place: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (pages, following), i = located, order.tile(place)
+            after = self.locate(order.tile(place + 2))
+            first, whole = begin + pieces * place, self.is_whole(i, pages)
+
+            def copy_next(piece: int, slot: Ref, full: Ref) -> None:
+                if piece < pieces:
+                    copy(place, pages, piece, slot, full)
+                else:
+                    copy(place + 1, following, piece - pieces, slot, full)
+
+            load_later_queries(place - 1)  # consumers empty the only slot of keys after they multiplied the queries
+
+            @pl.when(order.has_keys(place))
+            def _keys() -> None:
+                scales = self.token_scales(i, pages)
+                store_meta = functools.partial(self.store_meta, dequantizer, kv_tile, i, pages, scales)
+                dequantizer.convert_keys(kv_tile + i, first, store_meta, copy_next)
+
+            @pl.when(order.has_values(place))
+            def _values() -> None:
+                live_mask = functools.partial(self.live_mask, i, pages)
+                dequantizer.convert_values(kv_tile + i, first, whole, live_mask, copy_next)
+
+            return following, after
+
+        located = tuple(self.locate(order.tile(jnp.int32(place))) for place in range(2))
+        for piece in range(dequantizer.slots):
+            copy(jnp.int32(0), located[0], piece, *dequantizer.slot(begin + piece))
+        lax.fori_loop(0, order.places, convert, located)
+
+    def store_meta(
+        self, dequantizer: Dequantizer, kv_tile: Any, i: Any, pages: jax.Array, scales: list[jax.Array]
+    ) -> None:
+        """Store the metadata and the token scales of the i-th tile.
+
+        Args:
+          kv_tile: number of the first tile of the work tile.
+          scales: result of `token_scales`.
+        """
+        self.store_tile_meta(kv_tile + i, i, pages)
+        if scales:
+            dequantizer.store_token_scales(kv_tile + i, *scales)
+        self.signal_tile_meta(kv_tile + i)
+
     # Pages of a tile
 
     @property
     def part_tokens(self) -> int:
-        """Tokens of one copy: a page, or a tile if a page is longer than a tile."""
-        return min(self.loader.page_size, self.static.tile_keys)
+        """Tokens of one copy: a page, a tile if a page is longer than a tile, or a piece (`StagedPieces`)."""
+        return self.static.tile_keys // self.static.copies
 
     def locate(self, i: Any) -> jax.Array:
         """Look up the pages of the i-th tile, one per lane of a warp.
@@ -527,6 +594,11 @@ class PagedTile(NamedTuple):
             first = lax.div(lax.rem(self.first_position(i), self.loader.page_size), self.loader.tokens_per_smem_row)
             first = pl.multiple_of(first, self.part_tokens // self.loader.tokens_per_smem_row)
         tma_load_pages(pool, pages, first, slot, full, self.static.copies, needed)
+
+    def copy_piece(self, pool: Ref, i: Any, pages: jax.Array, piece: int, slot: Ref, full: Ref) -> None:
+        """Start the copy of a piece of the i-th tile to a slot of `StagedPieces`. `pages` is from `locate`."""
+        first = lax.rem(self.first_position(i) + piece * PIECE_TOKENS, jnp.int32(self.loader.page_size))
+        tma_load_pages(pool, pages, pl.multiple_of(first, PIECE_TOKENS), slot, full, 1, lane=piece)
 
     def store_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
         """Store the metadata of the i-th tile, which is tile number `kv_tile` of the CTA."""

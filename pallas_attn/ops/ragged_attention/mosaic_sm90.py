@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,7 +61,10 @@ from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
-"""Supported widths of keys and values, (Dk, Dv)."""
+"""Widths of keys and values, (Dk, Dv), that all Mosaic kernels support."""
+
+SHARED_ROWS = ((512, 512),)
+"""Widths for which two consumers share query rows, on Hopper only."""
 
 
 class RaggedInputs(NamedTuple):
@@ -83,8 +86,9 @@ class RaggedInputs(NamedTuple):
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     basics.require_capability((9, 0))
-    check_supported(call)
+    check_supported(call, (*HEADS, *SHARED_ROWS))
     settings = config.mosaic_config(config_key(call))
+    settings.require_enabled()
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
 
 
@@ -121,6 +125,7 @@ def attend(
         rows=rows,
         soft_cap=call.soft_cap,
         block_heads=shared_heads(num_heads // num_kv_heads, tile_rows),
+        column_parts=settings.column_parts,
     )
     loader = RaggedLoader(static, num_tokens, num_heads, call.causal, call.window)
     kv_bytes = num_keys * (key_dim + value_dim) * call.k.dtype.itemsize
@@ -134,11 +139,15 @@ def attend(
     return flash_attention(loader, inputs, work, splits, sinks=call.sinks, **results)
 
 
-def check_supported(call: RaggedAttentionCall) -> None:
-    """Raise NotImplementedError if no Mosaic kernel of `ragged_attention` supports the call."""
+def check_supported(call: RaggedAttentionCall, heads: Sequence[tuple[int, int]] = HEADS) -> None:
+    """Raise NotImplementedError unless a Mosaic kernel of `ragged_attention` supports the call.
+
+    Args:
+      heads: supported widths of keys and values.
+    """
     unsupported.require_dtypes(call.q.dtype, call.k.dtype)
-    if (call.q.shape[2], call.v.shape[2]) not in HEADS:
-        widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
+    if (call.q.shape[2], call.v.shape[2]) not in heads:
+        widths = ", ".join(f"{keys}/{values}" for keys, values in heads)
         raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
     unsupported.require_soft_cap(call.soft_cap)
 
@@ -223,10 +232,15 @@ class RaggedTile(NamedTuple):
 
         load_later_queries = producer.load_queries(again, lambda i, full: self.rows.copy(x.q, i, rings.q.at[i], full))
 
+        has_one_stage = static.stages == 1
+
         def load(i: Any, _: None) -> None:
+            if has_one_stage:  # consumers empty the only slot of keys after they have multiplied the queries
+                load_later_queries(i)
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1))
             pl.when(i >= 0)(lambda: values(i))
-            load_later_queries(i)
+            if not has_one_stage:
+                load_later_queries(i)
 
         lax.fori_loop(-1, self.kv_tiles, load, None)
 
