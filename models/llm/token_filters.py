@@ -81,6 +81,19 @@ class BadWords:
         return self._full & ~token_mask(len(self._full) * 32, excluded)
 
 
+def _slices() -> list[str]:
+    """Return regular expressions whose tokens llguidance allows together if a grammar allows all their texts.
+
+    llguidance examines other tokens one by one. Its own expressions are contained in JSON strings. The added ones are
+    contained in classes of letters, digits and spaces with a limited number of repetitions.
+    """
+    return [*llguidance.LLTokenizer.general_slices(), *(f"[{chars}]{{1,16}}" for chars in _CLASSES)]
+
+
+_CLASSES = ("a-z", "a-z ", "a-zA-Z0-9", "a-zA-Z0-9 ")
+"""Classes of characters of `_slices`."""
+
+
 class GrammarTokenizer:
     """The vocabulary of a model, prepared for grammars. One object serves all requests.
 
@@ -115,7 +128,7 @@ class GrammarTokenizer:
         self._longest = max(map(len, self._by_bytes), default=0)
         self.eos_token_id, self.bos_token_id = self.eos_token_ids[0], None
         self.core = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(self), n_vocab=vocab_size, eos_token=self.eos_token_ids
+            llguidance.TokenizerWrapper(self), n_vocab=vocab_size, eos_token=self.eos_token_ids, slices=_slices()
         )
 
     def __call__(self, text: bytes) -> list[int]:
@@ -177,7 +190,8 @@ class GrammarFilter:
     end-of-sequence tokens where it must end.
 
     The state of the grammar after the tokens of the last call is stored. A call with other tokens rolls it back to the
-    last common token.
+    last common token. The masks of many filters are computed on several CPU cores, and each consumes its newest token
+    there.
 
     Args:
       tokenizer: the vocabulary.
@@ -202,12 +216,13 @@ class GrammarFilter:
         self._only_eos = token_mask(tokenizer.vocab_size, self._eos)
         self._last_word = full_mask(tokenizer.vocab_size)[-1]
         self._min_tokens, self._ends = min_tokens, token_mask(tokenizer.vocab_size, [*ends, *self._eos])
-        self._consumed: list[int] = []
+        self._consumed: list[int] | None = []
+        self._mask: np.ndarray | None = None
 
     def copy(self) -> GrammarFilter:
         """Return a filter with the same grammar for another output. No token may have been consumed."""
         other = copy.copy(self)
-        other._matcher, other._consumed = self._matcher.deep_copy(), []
+        other._matcher, other._consumed, other._mask = self._matcher.deep_copy(), [], None
         return other
 
     def allowed(self, output_ids: Sequence[int]) -> np.ndarray | None:
@@ -229,47 +244,86 @@ class GrammarFilter:
 
     @staticmethod
     def _compute(calls: Sequence[FilterCall]) -> list[MaskResult]:
-        """Return the result of each call. Each call has another filter, all with the same vocabulary."""
-        results, due = list[MaskResult](), list[tuple[llguidance.LLMatcher, int]]()
+        """Return the result of each call. Each call has another filter, all with the same vocabulary.
+
+        The calls of the executor release the GIL and use several cores.
+        """
+        results, due, moves = list[MaskResult](), list[int](), list[tuple[int, int]]()
         for i, (of_call, output_ids) in enumerate(calls):
             results.append(of_call._only_eos)
             try:
-                if (matcher := of_call._move_to(output_ids)) is not None:
-                    due.append((matcher, i))
+                new = of_call._new_tokens(output_ids)
+                if new is not None and len(new) == 1 and of_call._allows(new[0]):
+                    moves.append((i, new[0]))
+                elif new is not None and of_call._consume(new):
+                    due.append(i)
             except Exception as error:  # noqa: BLE001  it ends only the request of this call
                 results[i] = error
+        filters = [of_call for of_call, _ in calls]
+        if moves:
+            known = [filters[i]._take_consumed() for i, _ in moves]
+            accepted = _executor().consume_token_par([(filters[i]._matcher, token) for i, token in moves])
+            for (i, token), consumed, is_accepted in zip(moves, known, accepted, strict=True):
+                if filters[i]._set_consumed(consumed, [token] if is_accepted else []) and is_accepted:
+                    due.append(i)
         if due:
-            masks = np.zeros((len(calls), len(calls[0].token_filter._only_eos)), np.uint32)
-            # This call releases the GIL. It writes the mask of each matcher into its row of `masks`.
-            _executor().unsafe_compute_mask_ptr(due, masks.ctypes.data, masks.strides[0], len(calls))
-            for _, i in due:
-                results[i] = calls[i].token_filter._checked(masks[i], len(calls[i].output_ids))
+            masks = np.empty((len(calls), len(filters[0]._only_eos)), np.uint32)
+            rows = [(filters[i]._matcher, i) for i in due]
+            _executor().unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(calls))
+            for i in due:
+                results[i] = filters[i]._checked(masks[i], len(calls[i].output_ids))
         return results
 
-    def _move_to(self, output_ids: Sequence[int]) -> llguidance.LLMatcher | None:
-        """Consume the output tokens. Return the matcher if it can compute the mask of the next token, and None if only
-        end-of-sequence tokens are allowed: after an end-of-sequence token (with `ignore_eos`), after tokens that are
-        not a start of a text of the grammar, or after a failure."""
+    def _new_tokens(self, output_ids: Sequence[int]) -> list[int] | None:
+        """Roll the matcher back to the last common token. Return the tokens to consume; None if only end-of-sequence
+        tokens are allowed, after an end-of-sequence token (with `ignore_eos`) or a failure."""
         if self.error is not None:
             return None
-        ids, consumed = output_ids if isinstance(output_ids, list) else list(output_ids), self._consumed
-        common = len(consumed)
-        if ids[:common] != consumed:
+        if self._consumed is None:  # an exception has interrupted a call
+            self._matcher.reset()
+            self._consumed = []
+        ids, common = output_ids if isinstance(output_ids, list) else list(output_ids), len(self._consumed)
+        if ids[:common] != self._consumed:
+            consumed = self._take_consumed()
             common = next(i for i, token in enumerate(consumed) if ids[i : i + 1] != [token])
             self._matcher.rollback(len(consumed) - common)
-            del consumed[common:]
+            self._set_consumed(consumed[:common], [])
         new = ids[common:]
-        if not self._eos.isdisjoint(new):
-            return None
-        accepted = self._matcher.try_consume_tokens(new) if new else 0
-        consumed.extend(new[:accepted])
+        return new if self._eos.isdisjoint(new) else None
+
+    def _allows(self, token: int) -> bool:
+        """Whether the matcher certainly consumes this token, because its last mask has it. A matcher that does not
+        consume a token fails and cannot be rolled back, unless `try_consume_tokens` is called."""
+        mask = self._mask
+        return mask is not None and 0 <= token < 32 * len(mask) and bool(mask[token // 32] >> (token % 32) & 1)
+
+    def _consume(self, new: list[int]) -> bool:
+        """Consume tokens. Return whether the mask of the next token must be computed: False after tokens that are not a
+        start of a text of the grammar, and after a complete text."""
+        if not new:
+            return not self._matcher.is_stopped()
+        consumed = self._take_consumed()
+        accepted = self._matcher.try_consume_tokens(new)
+        return self._set_consumed(consumed, new[:accepted]) and accepted == len(new)
+
+    def _take_consumed(self) -> list[int]:
+        """Return the consumed tokens, and mark them as unknown until `_set_consumed` is called, also after an
+        exception."""
+        consumed, self._consumed, self._mask = self._consumed or [], None, None
+        return consumed
+
+    def _set_consumed(self, consumed: list[int], new: Sequence[int]) -> bool:
+        """Record the consumed tokens and an error of the matcher. Return whether the text may continue."""
+        consumed.extend(new)
+        self._consumed = consumed
         self._record_error()
-        return self._matcher if accepted == len(new) and not self._matcher.is_stopped() else None
+        return not self._matcher.is_stopped()
 
     def _checked(self, mask: np.ndarray, num_tokens: int) -> np.ndarray:
         """Return the mask after `num_tokens` output tokens, with changes, for a mask from llguidance."""
         self._record_error()
         mask[-1] &= self._last_word
+        self._mask = mask
         if num_tokens < self._min_tokens and (later := mask & ~self._ends).any():
             return later
         return mask if mask.any() else self._only_eos

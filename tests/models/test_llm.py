@@ -258,10 +258,10 @@ def test_failed_grammar_aborts_the_request(llm, monkeypatch):
             super().__init__(*args)
             made.append(self)
 
-        def _move_to(self, output_ids):
+        def _new_tokens(self, output_ids):
             if len(output_ids) == 2:
                 self.error = "too complex"
-            return super()._move_to(output_ids)
+            return super()._new_tokens(output_ids)
 
     monkeypatch.setattr(llm_module, "GrammarFilter", Failing)
     params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(regex="a*b"), bad_words=["b"])

@@ -1,5 +1,6 @@
 """Filters of the next token: bad words, grammars and their combination."""
 
+import copy
 import json
 import random
 import re
@@ -294,9 +295,49 @@ def test_masks_of_a_batch_equal_the_masks_of_new_filters(grammars, tokenizer, mo
     assert [of_format.error for of_format in filters] == [None] * 8
 
 
+class Interrupting:
+    """Threads whose first call that consumes tokens is interrupted after it."""
+
+    def __init__(self):
+        self._threads, self.num_moves = llguidance.LLExecutor(2), 0
+        self.unsafe_compute_mask_ptr = self._threads.unsafe_compute_mask_ptr
+
+    def consume_token_par(self, moves):
+        accepted = self._threads.consume_token_par(moves)
+        self.num_moves += len(moves)
+        if self.num_moves == len(moves):
+            raise KeyboardInterrupt
+        return accepted
+
+
+def test_interrupted_call_does_not_change_later_masks(grammars, tokenizer, monkeypatch):
+    threads = Interrupting()
+    monkeypatch.setattr(token_filters, "_executor", lambda: threads)
+    ids = tokenizer.encode('{"name": "hello", "age": 12}')
+    filters = [GrammarFilter(grammars, StructuredOutputs(json=SCHEMA)) for _ in range(3)]
+    compute_masks([FilterCall(one, ids[:4]) for one in filters])
+    with pytest.raises(KeyboardInterrupt):
+        compute_masks([FilterCall(one, ids[:5]) for one in filters])
+    for length in (5, 6, 7):
+        expected = GrammarFilter(grammars, StructuredOutputs(json=SCHEMA)).allowed(ids[:length])
+        masks = compute_masks([FilterCall(one, ids[:length]) for one in filters])
+        np.testing.assert_array_equal(masks, [expected] * 3)
+    assert threads.num_moves == 9  # 3 interrupted, then 2 steps; 5 tokens at once are consumed without threads
+
+
+@pytest.mark.parametrize("regex", ["[a-z ]{2,30}", "[A-Za-z0-9]{1,20}", "([a-z]+ ){2,9}!", "[a-z0-9 ,]{1,40}"])
+def test_prepared_classes_do_not_change_masks(grammars, tokenizer, regex):
+    other = copy.copy(grammars)
+    other.core = grammars.core.with_slices([])
+    one, plain = (GrammarFilter(of_slices, StructuredOutputs(regex=regex)) for of_slices in (grammars, other))
+    ids = tokenizer.encode("hello worldab")
+    for length in range(len(ids) + 1):
+        np.testing.assert_array_equal(one.allowed(ids[:length]), plain.allowed(ids[:length]))
+
+
 def test_failure_of_a_filter_does_not_change_other_masks_of_the_batch(grammars, tokenizer, monkeypatch):
     good, bad = (GrammarFilter(grammars, StructuredOutputs(choice=["hello", "no"])) for _ in range(2))
-    monkeypatch.setattr(bad, "_move_to", lambda output_ids: 1 / 0)
+    monkeypatch.setattr(bad, "_new_tokens", lambda output_ids: 1 / 0)
     both = AllOf([good.copy(), bad], token_mask(VOCAB_SIZE, [EOS]))
     failed, mask, combined = compute_masks([FilterCall(of_call, []) for of_call in (bad, good, both)])
     assert [type(failed), type(combined)] == [ZeroDivisionError] * 2

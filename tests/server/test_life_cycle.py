@@ -342,7 +342,7 @@ def test_filter_that_raises_fails_and_does_not_block_others(server: Running, mon
     def broken(self: GrammarFilter, output_ids: Any) -> Any:
         raise RuntimeError("broken filter")
 
-    monkeypatch.setattr(GrammarFilter, "_move_to", broken)
+    monkeypatch.setattr(GrammarFilter, "_new_tokens", broken)
     assert complete(server, guided_regex="a*").status_code == 500
     assert complete(server, max_tokens=2).status_code == 200
     server.wait_until_idle()
