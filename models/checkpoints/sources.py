@@ -24,7 +24,8 @@ class Source:
     Attributes:
       tensors: shapes of the tensors by name, in the order in which `pack` takes them.
       pack: makes the parameter from the tensors.
-      in_f32: whether the parameter is float32 for every dtype of the model.
+      in_f32: whether the parameter is float32 for every dtype of the model, or made from float32 tensors by
+        `split_weights` if the module has it in bfloat16.
       in_int32: whether the parameter is int32.
       of_heads: whether the parameter belongs to heads and is therefore the same on all devices along `context`.
       added_once: whether the parameter is a bias of a sum over devices. On a mesh, it is zero on all devices except the

@@ -59,6 +59,7 @@ from pallas_attn.models.decoder import (
     device_part,
     normal_mesh,
 )
+from pallas_attn.models.decoder.layers import split_weights
 from pallas_attn.models.decoder.mesh import (
     COLUMNS,
     EXPERT_COLUMNS,
@@ -626,6 +627,8 @@ def _assemble[Module: nnx.Module](
                 return np.zeros(parameter.shape, kind)
             parts = [(tensor, part) for tensor in source.tensors for part in slices(source, tensor, shared_by, at)]
             packed = source.pack(read(*part).astype(kind, copy=False) for part in parts)
+            if source.in_f32 and parameter.dtype == jnp.bfloat16:
+                packed = np.asarray(split_weights(jnp.asarray(packed)))
             missing = parameter.shape[0] - packed.shape[0] if source.of_experts else 0
             return np.pad(packed, [(0, missing)] + [(0, 0)] * (packed.ndim - 1)) if missing else packed
 

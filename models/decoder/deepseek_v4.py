@@ -496,7 +496,7 @@ class V4Layer(nnx.Module):
           vocab_size: size of the vocabulary of the whole model; None for the size in `config`.
         """
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.hc_attn, self.hc_ffn = HyperConnection(config, settings), HyperConnection(config, settings)
+        self.hc_attn, self.hc_ffn = (HyperConnection(config, settings, dtype) for _ in range(2))
         self.attn_norm = WideRMSNorm(width, eps, dtype)
         self.attn = CompressedAttention(config, index, settings, dtype)
         self.ffn_norm = WideRMSNorm(width, eps, dtype)

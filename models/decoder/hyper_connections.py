@@ -14,11 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_attn import hyper_connection_weights
 from pallas_attn.models.config import DeepseekV4Config
-from pallas_attn.models.decoder.layers import project
+from pallas_attn.models.decoder.layers import project, sum_of_parts
 from pallas_attn.models.decoder.settings import AttentionSettings
 
 
@@ -35,14 +36,14 @@ class StreamWeights(NamedTuple):
 
 
 class HyperConnection(nnx.Module):
-    """Weights of one sublayer. All parameters are float32, independent of the model's dtype."""
+    """Weights of one sublayer. All parameters have the accuracy of float32, independent of the model's dtype."""
 
-    def __init__(self, config: DeepseekV4Config, settings: AttentionSettings):
+    def __init__(self, config: DeepseekV4Config, settings: AttentionSettings, dtype: DTypeLike):
         streams = config.hc_mult
         self.iterations, self.implementation = config.hc_sinkhorn_iters, settings.implementation
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
         outputs = (2 + streams) * streams
-        self.fn = nnx.Param(jnp.zeros((streams * config.hidden_size, outputs), jnp.float32))
+        self.fn = _matrix(streams * config.hidden_size, outputs, dtype)
         self.base = nnx.Param(jnp.zeros(outputs, jnp.float32))
         self.scale = nnx.Param(jnp.ones(3, jnp.float32))
 
@@ -50,7 +51,7 @@ class HyperConnection(nnx.Module):
         """Return the input of the sublayer, and the weights with which `merge` adds its output."""
         flat = flat_streams(streams)
         pre, post, mix = hyper_connection_weights(
-            project(flat, self.fn[...]),
+            _logits(flat, self.fn[...], self.base.shape[0]),
             inverse_rms(flat, self.norm_eps),
             self.scale[...],
             self.base[...],
@@ -69,20 +70,33 @@ def merge(streams: Float[Array, "T N D"], output: Float[Array, "T D"], weights: 
 
 
 class StreamHead(nnx.Module):
-    """Sum of the streams after the last layer, with weights computed from the streams. Parameters are float32."""
+    """Sum of the streams after the last layer, with weights computed from the streams. Parameters have the accuracy of
+    float32."""
 
-    def __init__(self, config: DeepseekV4Config):
+    def __init__(self, config: DeepseekV4Config, dtype: DTypeLike):
         streams = config.hc_mult
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
-        self.fn = nnx.Param(jnp.zeros((streams * config.hidden_size, streams), jnp.float32))
+        self.fn = _matrix(streams * config.hidden_size, streams, dtype)
         self.base = nnx.Param(jnp.zeros(streams, jnp.float32))
         self.scale = nnx.Param(jnp.ones(1, jnp.float32))
 
     def __call__(self, streams: Float[Array, "T N D"]) -> Float[Array, "T D"]:
         flat = flat_streams(streams)
-        z = project(flat, self.fn[...]) * inverse_rms(flat, self.norm_eps)[:, None]
+        z = _logits(flat, self.fn[...], self.base.shape[0]) * inverse_rms(flat, self.norm_eps)[:, None]
         weights = jax.nn.sigmoid(z * self.scale[...][None] + self.base[...][None]) + self.eps
         return weighted_streams(streams, weights)
+
+
+def _matrix(rows: int, columns: int, dtype: DTypeLike) -> nnx.Param:
+    """Return a matrix for a model of this dtype: float32 [rows, columns]; or bfloat16 [rows, 3 · columns], the result
+    of `split_weights`, which steps would otherwise compute in every call."""
+    return nnx.Param(jnp.zeros((rows, columns if jnp.dtype(dtype) == jnp.float32 else 3 * columns), dtype))
+
+
+def _logits(rows: Float[Array, "T ND"], fn: Float[Array, "ND F"], columns: int) -> Float32[Array, "T columns"]:
+    """Return the product of rows and a matrix of `_matrix`."""
+    products = project(rows, fn, jnp.float32)
+    return products if fn.shape[1] == columns else sum_of_parts(products)
 
 
 def flat_streams(streams: Float[Array, "T N D"]) -> Float[Array, "T ND"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, BFloat16, Float, Float32
 
 from pallas_attn import capability
 
@@ -84,16 +84,25 @@ def _matmul(
 def project_split_weights(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
     """Return x @ weight for bfloat16 rows and float32 weights with float32 accuracy, on tensor cores.
 
-    Each weight is written as the sum of three bfloat16 values. The product of two bfloat16 values is exact in float32.
-    A float32 GEMM would convert the rows to float32 first, and would not use tensor cores.
+    The product of two bfloat16 values is exact in float32. A float32 GEMM would convert the rows to float32 first, and
+    would not use tensor cores.
     """
+    return sum_of_parts(jnp.matmul(x, split_weights(weight), preferred_element_type=jnp.float32))
+
+
+def split_weights(weight: Float32[Array, "D F"]) -> BFloat16[Array, "D F3"]:
+    """Return three bfloat16 matrices [D, F] side by side, whose sum is the weight."""
     parts, left = [], weight
     for _ in range(3):
         part = jax.lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)
         left = left - part
         parts.append(part.astype(jnp.bfloat16))
-    y = jnp.matmul(x, jnp.concatenate(parts, axis=1), preferred_element_type=jnp.float32)
-    large, middle, small = jnp.split(y, 3, axis=-1)
+    return jnp.concatenate(parts, axis=1)
+
+
+def sum_of_parts(products: Float32[Array, "*rows F3"]) -> Float32[Array, "*rows F"]:
+    """Return x @ weight, for the products of x and the matrices of `split_weights`."""
+    large, middle, small = jnp.split(products, 3, axis=-1)
     return (small + middle) + large
 
 

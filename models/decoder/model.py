@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([_layer(part, i, settings, dtype, self.mesh, config.vocab_size) for i in layers])
         self.per_layer_inputs = _per_layer_inputs(config, part, dtype)
         is_v4 = isinstance(part, DeepseekV4Config)
-        self.stream_head = StreamHead(part) if is_v4 else None
+        self.stream_head = StreamHead(part, dtype) if is_v4 else None
         self.norm = (WideRMSNorm if is_v4 else RMSNorm)(part.hidden_size, part.rms_norm_eps, dtype)
         self.lm_head = None if part.tie_word_embeddings else Linear(part.hidden_size, part.vocab_size, dtype)
 

@@ -47,7 +47,7 @@ class V4MTPModule(nnx.Module):
         self.enorm, self.hnorm = WideRMSNorm(width, eps, dtype), WideRMSNorm(width, eps, dtype)
         self.e_proj, self.h_proj = Linear(width, width, dtype), Linear(width, width, dtype)
         self.layer = V4Layer(config.of_module, 0, settings, dtype, mesh)
-        self.stream_head = StreamHead(config)
+        self.stream_head = StreamHead(config, dtype)
         self.norm = WideRMSNorm(width, eps, dtype)
 
     def join(self, embedded: Float[Array, "T D"], streams: Float[Array, "T N D"]) -> Float[Array, "T N D"]:

@@ -25,6 +25,7 @@ from pallas_attn.models.checkpoints import (
     mxfp4,
     random_model,
     save_random_checkpoint,
+    v4_sources,
     weights,
 )
 from pallas_attn.models.checkpoints.calibration import calibrate
@@ -730,6 +731,29 @@ def test_prediction_modules_are_not_loaded():
     ignored = checkpoint.inspect(weights.checkpoint_shapes(checkpoint.config))
     assert ignored.keys() == {name for name in checkpoint.tensors if name.startswith("mtp.")}
     assert ignored
+
+
+def test_matrix_of_streams_has_float32_accuracy_in_bfloat16_models(rng):
+    """The loader stores it as three bfloat16 matrices whose sum is exact."""
+    streams, width = TINY.hc_mult, TINY.hc_mult * TINY.hidden_size
+    shapes = {"hc_fn": (streams, width), "hc_base": (streams,), "hc_scale": (1,)}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    sources = [v4_sources._connection("hc", streams, width, 1)]
+    exact, split = (
+        weights._assemble(
+            lambda dtype=dtype: hyper_connections.StreamHead(TINY, dtype),
+            sources,
+            lambda name, at: tensors[name][at],
+            dtype,
+        )
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert (split.fn.dtype, split.fn.shape) == (jnp.bfloat16, (width, 3 * streams))
+    parts = np.asarray(split.fn[...], np.float64).reshape(width, 3, streams)
+    np.testing.assert_array_equal(parts.sum(axis=1), tensors["hc_fn"].T)
+    # rows in bfloat16, but in an array of float32, so that the result is not rounded
+    rows = jnp.asarray(rng.standard_normal((3, streams, TINY.hidden_size)), jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(split(rows), exact(rows), atol=1e-5)
 
 
 def test_saved_random_model_is_the_random_model(tmp_path: Path):
