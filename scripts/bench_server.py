@@ -49,9 +49,9 @@ from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams
 from pallas_attn.models.server import http_process
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.limits import ServerLimits
-from pallas_attn.models.server.reasoning import ParserNames
-from pallas_attn.models.server.server import ServerOptions, listen
+from pallas_attn.models.server.formats import ParserNames
+from pallas_attn.models.server.options import ServerOptions
+from pallas_attn.models.server.server import listen
 from scripts.bench.engine.http_load import Load
 from scripts.bench.engine.paced_runner import PacedRunner
 from scripts.bench.engine.random_model import random_model
@@ -151,14 +151,20 @@ class Served(NamedTuple):
 @contextlib.contextmanager
 def serving(llm: LLM, tokenizer: Path) -> Iterator[Served]:
     """Context manager that serves an LLM on a free port of 127.0.0.1. `tokenizer` is a folder with a tokenizer."""
-    options = ServerOptions(["model"], llm.engine.max_sequence_len, ParserNames(None, None), grace_s=0.0)
-    setup = http_process.HttpSetup("bench_server", tokenizer, 1, options, ServerLimits())
+    options = ServerOptions(
+        ["model"],
+        llm.engine.max_sequence_len,
+        ParserNames(None, None),
+        grace_s=0.0,
+        tokenizer=tokenizer,
+        prog="bench_server",
+    )
     own, end = socket.socketpair()
     with listen("127.0.0.1", 0) as listener, end:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.listen()
-        engine = EngineThread(llm, own, setup.limits)
-        process = http_process.start(setup, listener, end)
+        engine = EngineThread(llm, own, options.limits)
+        process = http_process.start(options, listener, end)
     try:
         while not is_ready(url):
             time.sleep(0.1)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
@@ -49,9 +49,10 @@ from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams, model_folder
 from pallas_attn.models.server import http_process
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.limits import ServerLimits
-from pallas_attn.models.server.reasoning import ReasoningFamily, ToolCallFamily, family_of
-from pallas_attn.models.server.server import ServerOptions, listen
+from pallas_attn.models.server.formats import REASONING, family_of
+from pallas_attn.models.server.options import ServerLimits, ServerOptions
+from pallas_attn.models.server.server import listen
+from pallas_attn.models.server.tool_calls import PARSERS
 
 PROG = "pallas-attn serve"
 
@@ -112,13 +113,13 @@ def run(options: argparse.Namespace) -> int:
     with as_usage_error(OSError, prefix=f"--host, --port: cannot listen on {options.host}:{options.port}: "):
         listener = listen(options.host, options.port)
     with listener:
-        llm, setup, at_end = _load(options)
+        llm, server_options, at_end = _load(options)
         _say(options, f"loaded {options.served_model_name[0]}; compiling")
         listener.listen(_BACKLOG)
         own, end = socket.socketpair()
         with end:
-            engine = EngineThread(llm, own, setup.limits, at_end)
-            process = http_process.start(setup, listener, end)
+            engine = EngineThread(llm, own, server_options.limits, at_end)
+            process = http_process.start(server_options, listener, end)
         _say_address(options, listener)
     status = _wait(process, engine)
     if status not in (0, http_process.FAILED):
@@ -145,8 +146,8 @@ def _wait(process: subprocess.Popen[bytes], engine: EngineThread) -> int:
     return process.returncode
 
 
-def _load(options: argparse.Namespace) -> tuple[LLM, http_process.HttpSetup, Callable[[], object]]:
-    """Return the loaded model, the arguments of the HTTP server, and the function `at_end` of `EngineThread`."""
+def _load(options: argparse.Namespace) -> tuple[LLM, ServerOptions, Callable[[], object]]:
+    """Return the loaded model, the options of the HTTP server, and the function `at_end` of `EngineThread`."""
     if options.model is not None:
         with as_usage_error(ValueError):
             options.model = model_folder(options.model, options.revision)
@@ -178,13 +179,15 @@ def _load(options: argparse.Namespace) -> tuple[LLM, http_process.HttpSetup, Cal
         grace_s=options.grace,
         defaults=defaults,
         access_log=options.access_log,
+        limits=ServerLimits(**{field.name: getattr(options, field.name) for field in _LIMITS.values()}),
+        tokenizer=folder,
+        text_workers=options.text_workers,
+        prog=options.prog,
     )
-    limits = ServerLimits(**{field.name: getattr(options, field.name) for field in _LIMITS.values()})
-    setup = http_process.HttpSetup(options.prog, folder, options.text_workers, server_options, limits)
     if options.prefix_cache is None:
-        return llm, setup, lambda: None
+        return llm, server_options, lambda: None
     load_prefixes(llm.engine, options.prefix_cache)
-    return llm, setup, functools.partial(save_prefixes, llm.engine, options.prefix_cache)
+    return llm, server_options, functools.partial(save_prefixes, llm.engine, options.prefix_cache)
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig) -> EngineConfig:
@@ -329,8 +332,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         default=True,
     )
     for flag, name, kinds in (
-        ("--tool-call-parser", "tool_calls", get_args(ToolCallFamily.__value__)),
-        ("--reasoning-parser", "reasoning", get_args(ReasoningFamily.__value__)),
+        ("--tool-call-parser", "tool_calls", PARSERS),
+        ("--reasoning-parser", "reasoning", REASONING),
     ):
         group.add_argument(
             flag,

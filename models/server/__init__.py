@@ -1,9 +1,23 @@
 """An HTTP server with the API of OpenAI: `pallas-attn serve --help`.
 
-Modules in reading order: `http_process` (starts the process of the HTTP server), `messages` (between the processes) and
-`engine_thread` (the process of the engine). The process of the HTTP server: `limits`, `protocol` (requests), `prepare`
-(worker threads), `engine_client`, `responses`, `app` (routes), `server` (sockets and life cycle), `metrics`; generated
-text: `output_text`, `reasoning`, `tool_calls`, `tool_grammar`.
+The path of a streamed chat request. The process of the HTTP server:
+
+    app            route, API key, limits; reads the body
+    prepare        worker thread: `protocol` (JSON to `ChatRequest`), template, tokens, `tool_grammar`
+    engine_client  sends `messages.Add`
+
+The process of the engine:
+
+    engine_thread  `LLM.add`, steps; sends `messages.StepResults`
+
+The process of the HTTP server:
+
+    engine_client  gives new tokens to the request
+    responses      `ChatReply`: `reasoning` and `tool_calls` divide the text; returns events
+    app            writes the events to the socket
+
+`options` has options, limits and errors. `server` has sockets and life cycle, `http_process` the start of the process.
+`formats` has the markers of the model families, `output_text` the base of the parsers, `metrics` the metrics.
 """
 
 import importlib.util

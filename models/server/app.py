@@ -35,11 +35,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pallas_attn
 from pallas_attn.models.server.engine_client import EngineClient, ServedRequest
-from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.messages import Part
 from pallas_attn.models.server.metrics import Metrics
+from pallas_attn.models.server.options import ApiError, ServerOptions
 from pallas_attn.models.server.prepare import Preparer
-from pallas_attn.models.server.responses import DONE, ChatReply, CompletionReply, Reply, check_output, event
+from pallas_attn.models.server.responses import DONE, Reply, check_output, event
 
 STATIC = Path(__file__).with_name("static")
 PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css"}
@@ -70,11 +70,8 @@ class Api:
       engine: the engine.
       preparer: prepares requests in worker threads.
       workers: the worker threads.
-      names: names of the model.
-      limits: limits of the server.
+      options: options of the server.
       metrics: metrics of the server.
-      api_keys: accepted API keys; empty if requests need no key.
-      allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
     """
 
     def __init__(
@@ -82,26 +79,23 @@ class Api:
         engine: EngineClient,
         preparer: Preparer,
         workers: concurrent.futures.Executor,
-        names: Sequence[str],
-        limits: ServerLimits,
+        options: ServerOptions,
         metrics: Metrics,
-        api_keys: Sequence[str] = (),
-        allowed_hosts: Sequence[str] | None = None,
     ):
         self.is_stopping = False
-        self._hosts = None if allowed_hosts is None else {name.lower() for name in allowed_hosts}
-        self.engine, self.metrics, self.limits = engine, metrics, limits
-        self._preparer, self._workers, self._names = preparer, workers, names
-        self._keys = [key.encode() for key in api_keys]
+        self.engine, self.metrics, self.limits = engine, metrics, options.limits
+        self._preparer, self._workers, self._options = preparer, workers, options
+        self._hosts = None if options.allowed_hosts is None else {name.lower() for name in options.allowed_hosts}
+        self._keys = [key.encode() for key in options.api_keys]
         self._preparing = 0  # requests before `EngineThread.add`
         self._started = int(time.time())
 
-    def app(self, allowed_origins: Sequence[str] = ()) -> ASGIApp:
-        """Return the ASGI application. `allowed_origins` are the origins of web pages that may read responses."""
+    def app(self) -> ASGIApp:
+        """Return the ASGI application."""
         partial, preparer = functools.partial, self._preparer
         post: dict[str, _Handler] = {
-            "/v1/completions": partial(self._generate, preparer.completion, CompletionReply),
-            "/v1/chat/completions": partial(self._generate, preparer.chat, ChatReply),
+            "/v1/completions": partial(self._generate, preparer.completion),
+            "/v1/chat/completions": partial(self._generate, preparer.chat),
             "/tokenize": partial(self._convert, preparer.tokenize),
             "/detokenize": partial(self._convert, preparer.detokenize),
         }
@@ -120,9 +114,9 @@ class Api:
             middleware=[Middleware(_Gate, api=self)],
             exception_handlers={ApiError: _on_error, HTTPException: _on_error, Exception: _on_error},
         )
-        if not allowed_origins:
+        if not (origins := self._options.allowed_origins):
             return app
-        return CORSMiddleware(app, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> str:
         """Check whether a request is accepted. Return the salt of its API key.
@@ -149,23 +143,15 @@ class Api:
 
     # --- generation
 
-    async def _generate(
-        self, prepare: Callable[[bytes], Any], make_reply: Callable[[Any, str], Reply], request: Request
-    ) -> Response:
+    async def _generate(self, prepare: Callable[[bytes], Reply], request: Request) -> Response:
         arrived_s = time.perf_counter()
-        self._check_capacity()
-        self._preparing += 1
-        try:
-            work = await self._prepared(prepare, request)
-        finally:
-            self._preparing -= 1
-        salt = ":".join(filter(None, (request.state.salt, work.request.cache_salt)))
-        served = ServedRequest(work.prompts, salt, arrived_s, is_streamed=work.request.stream)
-        reply = make_reply(work, work.request.model or self._names[0])
+        reply = await self._prepared(prepare, request)
+        salt = ":".join(filter(None, (request.state.salt, reply.request.cache_salt)))
+        served = ServedRequest(reply.prompts, salt, arrived_s, is_streamed=reply.request.stream)
         self.metrics.prompt_tokens.inc(reply.usage["prompt_tokens"])
         self.engine.add(served)
-        if work.request.stream:
-            return _EventStream(self, served, reply, work.request.includes_usage)
+        if reply.request.stream:
+            return _EventStream(self, served, reply)
         try:
             parts = await _unless_disconnected(request.receive, self._collect(served))
         finally:
@@ -192,16 +178,21 @@ class Api:
         if total >= self.limits.max_requests or self.engine.num_waiting + self._preparing >= self.limits.max_waiting:
             raise ApiError("too many requests; try again later", 429, code="overloaded")
 
-    async def _prepared(self, prepare: Callable[[bytes], Any], request: Request) -> Any:
+    async def _prepared[Result](self, prepare: Callable[[bytes], Result], request: Request) -> Result:
         """Read the body, and prepare the request in a worker thread."""
-        body = await self._body(request)
-        task = asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
+        self._check_capacity()
+        self._preparing += 1
+        try:
+            body = await self._body(request)
+            task = asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
 
-        async def finished() -> Any:
-            async with _deadline(self.limits.request_s, time.perf_counter()):
-                return await task
+            async def finished() -> Result:
+                async with _deadline(self.limits.request_s, time.perf_counter()):
+                    return await task
 
-        return await _unless_disconnected(request.receive, finished())
+            return await _unless_disconnected(request.receive, finished())
+        finally:
+            self._preparing -= 1
 
     async def _body(self, request: Request) -> bytes:
         """Read the body of a request.
@@ -233,12 +224,7 @@ class Api:
     # --- other routes
 
     async def _convert(self, convert: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
-        self._check_capacity()
-        self._preparing += 1
-        try:
-            return _json(await self._prepared(convert, request))
-        finally:
-            self._preparing -= 1
+        return _json(await self._prepared(convert, request))
 
     def _model_object(self, name: str) -> dict[str, Any]:
         return {
@@ -246,15 +232,15 @@ class Api:
             "object": "model",
             "created": self._started,
             "owned_by": "pallas_attn",
-            "max_model_len": self._preparer.max_len,
+            "max_model_len": self._options.max_len,
         }
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_object(name) for name in self._names]})
+        return _json({"object": "list", "data": [self._model_object(name) for name in self._options.names]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in self._names:
+        if name not in self._options.names:
             raise ApiError(f"model: {name!r:.200} does not exist", 404, param="model", code="model_not_found")
         return _json(self._model_object(name))
 
@@ -319,8 +305,8 @@ class _EventStream(Response):
     The status is sent together with the first event, so that an error before it can have another status.
     """
 
-    def __init__(self, api: Api, served: ServedRequest, reply: Reply, includes_usage: bool):
-        self._api, self._served, self._reply, self._includes_usage = api, served, reply, includes_usage
+    def __init__(self, api: Api, served: ServedRequest, reply: Reply):
+        self._api, self._served, self._reply = api, served, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -359,7 +345,7 @@ class _EventStream(Response):
                 async for parts in self._served.batches():
                     if content := self._reply.events(parts):
                         await write(content)
-                last = [self._reply.last_event()] if self._includes_usage else []
+                last = [self._reply.last_event()] if self._reply.request.includes_usage else []
         except ApiError as error:
             if not started:
                 raise

@@ -9,12 +9,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.messages import (
     HEADER,
     Abort,
     Add,
     EngineEnded,
+    EngineState,
     Message,
     Part,
     Prompt,
@@ -24,7 +24,8 @@ from pallas_attn.models.server.messages import (
     decode_to_http,
     frame,
 )
-from pallas_attn.models.server.metrics import EngineState, Metrics
+from pallas_attn.models.server.metrics import Metrics
+from pallas_attn.models.server.options import ApiError, ServerLimits
 
 _MAX_READ = 2**20  # bytes that asyncio reads before they are processed
 
@@ -141,7 +142,8 @@ class EngineClient:
     """
 
     def __init__(self, limits: ServerLimits, metrics: Metrics, on_stop: Callable[[], object] = lambda: None):
-        self.state, self.is_ready, self.ended = EngineState(), False, asyncio.Event()
+        self.is_ready, self.ended = False, asyncio.Event()
+        self.state: EngineState = {}
         self.failure: str | None = None
         self._limits, self._metrics, self._on_stop = limits, metrics, on_stop
         self._ids = itertools.count()
@@ -250,11 +252,9 @@ class EngineClient:
         self._metrics.generation_tokens.inc(tokens)
         for request_id, given in results.ended.items():
             if (request := self._requests.get(request_id)) is not None:
-                error = None
                 if given is not None:
-                    error = ApiError(given.message, given.status, param=given.param, code=given.code)
                     self._metrics.finished("error")
-                self._end(request, error)
+                self._end(request, None if given is None else ApiError(*given))
 
     def _end_all(self, failure: str | None) -> None:
         """End all requests, because the engine has ended."""

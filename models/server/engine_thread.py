@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import queue
 import socket
@@ -24,19 +25,19 @@ import time
 from collections.abc import Callable
 
 from pallas_attn.models.llm import LLM, PreparedPrompt, Stream
-from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.messages import (
     Abort,
     Add,
     EngineEnded,
     EngineSocket,
+    EngineState,
     Part,
     Ready,
-    RequestError,
     StepResults,
     Stop,
 )
-from pallas_attn.models.server.metrics import EngineState
+from pallas_attn.models.server.metrics import ENGINE_GAUGES
+from pallas_attn.models.server.options import ApiError, ErrorFields, ServerLimits
 from pallas_attn.models.server.protocol import of_engine
 
 LOGGER = logging.getLogger("pallas_attn.server")
@@ -47,23 +48,19 @@ COMPILED_S = 0.1
 """Seconds after which an engine without requests takes the next program that was compiled in the background."""
 
 
+@dataclasses.dataclass
 class OpenRequest:
-    """An unfinished request.
+    """An unfinished request: its id in messages, its prompts, the salt of the prefix cache, and the streams of the
+    prompts, which the engine's thread starts."""
 
-    Attributes:
-      request_id: its id in messages.
-      prompts: the prompts.
-      salt: salt of the prefix cache.
-      streams: streams of the prompts; empty before the engine's thread starts them.
-      without_prompt_logprobs: prompts whose log probabilities are requested and have not been sent.
-    """
+    request_id: int
+    prompts: list[PreparedPrompt]
+    salt: str
+    streams: list[Stream] = dataclasses.field(default_factory=list)
 
-    def __init__(self, request_id: int, prompts: list[PreparedPrompt], salt: str):
-        self.request_id, self.prompts, self.salt = request_id, prompts, salt
-        self.streams: list[Stream] = []
-        self.without_prompt_logprobs = {
-            i for i, prompt in enumerate(prompts) if prompt.params.prompt_logprobs is not None
-        }
+    def __post_init__(self) -> None:
+        requested = [prompt.params.prompt_logprobs is not None for prompt in self.prompts]
+        self._without_prompt_logprobs = {i for i, is_requested in enumerate(requested) if is_requested}
 
     def take_parts(self) -> tuple[list[Part], bool]:
         """Return the new tokens of all outputs, and whether all outputs have ended."""
@@ -71,12 +68,12 @@ class OpenRequest:
         ends_output = False
         for i, stream in enumerate(self.streams):
             for delta in stream.take():
-                cached_tokens, prompt_logprobs = 0, None
-                if delta.finish_reason is not None:
-                    ends_output = True
-                    cached_tokens = stream.cached_tokens if delta.index == 0 else 0
-                if i in self.without_prompt_logprobs and delta.index == 0:
-                    self.without_prompt_logprobs.remove(i)
+                cached_tokens, prompt_logprobs, is_last = 0, None, delta.finish_reason is not None
+                ends_output |= is_last
+                if is_last and delta.index == 0:
+                    cached_tokens = stream.cached_tokens
+                if i in self._without_prompt_logprobs and delta.index == 0:
+                    self._without_prompt_logprobs.remove(i)
                     prompt_logprobs = stream.prompt_logprobs
                 parts.append(Part(i, delta, cached_tokens, prompt_logprobs))
         return parts, ends_output and all(stream.is_finished for stream in self.streams)
@@ -121,39 +118,37 @@ class EngineThread:
 
     def _read(self) -> None:
         """Read messages, and let workers prepare the prompts."""
+        failure: str | None = "the HTTP server has ended"
         with concurrent.futures.ThreadPoolExecutor(_WORKERS, "engine prompts") as workers:
             try:
-                while True:
-                    message = self._socket.receive()
-                    if isinstance(message, Add):
-                        with self._lock:
-                            self._preparing.add(message.request_id)
-                        workers.submit(self._prepare, message)
-                    elif isinstance(message, Abort):
-                        with self._lock:
-                            self._preparing.discard(message.request_id)
-                            self._commands.put(message)
-                    else:
-                        self._commands.put(EngineEnded(None))
-            except EOFError as error:
-                self._commands.put(EngineEnded(str(error)))
+                while (message := self._socket.receive()) is not None:
+                    match message:
+                        case Add():
+                            with self._lock:
+                                self._preparing.add(message.request_id)
+                            workers.submit(self._prepare, message)
+                        case Abort():
+                            with self._lock:
+                                self._preparing.discard(message.request_id)
+                                self._commands.put(message)
+                        case Stop():
+                            self._commands.put(EngineEnded(None))
                 self._socket.close()
             except Exception as error:  # noqa: BLE001  the engine's thread sends the reason
-                self._commands.put(EngineEnded(f"{type(error).__name__}: {error}"))
+                failure = f"{type(error).__name__}: {error}"
+            self._commands.put(EngineEnded(failure))
 
     def _prepare(self, message: Add) -> None:
         """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted."""
         try:
             prompts = [self._llm.prepare(prompt.ids, prompt.params) for prompt in message.prompts]
         except Exception as error:
-            refusal = ApiError("internal error", 500)
-            if isinstance(error, ValueError | NotImplementedError):
-                refusal = of_engine(error)
-            else:
+            refusal = of_engine(error)
+            if refusal.status == 500:
                 LOGGER.exception("preparation of a prompt")
             with self._lock:
                 self._preparing.discard(message.request_id)
-            self._socket.send(StepResults({}, {message.request_id: _fields(refusal)}))
+            self._socket.send(StepResults({}, {message.request_id: refusal.fields}))
             return
         with self._lock:
             if message.request_id in self._preparing:
@@ -198,7 +193,7 @@ class EngineThread:
         while True:
             failure: ApiError | None = None
             parts: dict[int, list[Part]] = {}
-            ended: dict[int, RequestError | None] = {}
+            ended: dict[int, ErrorFields | None] = {}
             try:
                 if (end := self._take_commands(ended)) is not None:
                     return end.failure
@@ -229,12 +224,12 @@ class EngineThread:
             if failure is not None:  # every request of the engine may be a part of the failed step
                 for request_id in [*self._open]:
                     self._close(request_id)
-                    ended[request_id] = _fields(failure)
+                    ended[request_id] = failure.fields
             state = self._state() if not self._open or time.perf_counter() - self._sent_s > 0.25 else None
             if parts or ended or state is not None or failure is not None:
                 self._socket.send(StepResults(parts, ended, state, failure is not None))
 
-    def _take_commands(self, ended: dict[int, RequestError | None]) -> EngineEnded | None:
+    def _take_commands(self, ended: dict[int, ErrorFields | None]) -> EngineEnded | None:
         """Process all commands. Wait for a command if there is no other work. Return the command to end, if any."""
         block = not (self._llm.has_unfinished or self._llm.engine.has_unfinished or self._closing)
         timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
@@ -255,7 +250,7 @@ class EngineThread:
                     command.streams.append(self._llm.add(prompt, salt=command.salt))
             except (ValueError, NotImplementedError) as error:
                 self._close(command.request_id)
-                ended[command.request_id] = _fields(of_engine(error))
+                ended[command.request_id] = of_engine(error).fields
 
     def _close(self, request_id: int) -> None:
         """Let the next iteration abort the streams of a request. Nothing happens if the request has ended."""
@@ -266,20 +261,7 @@ class EngineThread:
         """Return the state of the engine, which is sent now."""
         self._sent_s = time.perf_counter()
         stats = self._llm.engine.stats()
-        return EngineState(
-            kv_cache_usage=stats.used_pages / stats.num_pages,
-            prefix_hit_rate=stats.prefix_hit_rate,
-            num_pages=stats.num_pages,
-            preemptions=stats.preemptions,
-            steps=stats.num_steps,
-            compiled_shapes=stats.compilations,
-            pending_shapes=stats.pending_compilations,
-            failed_shapes=stats.failed_compilations,
-        )
-
-
-def _fields(error: ApiError) -> RequestError:
-    return RequestError(error.message, error.status, error.param, error.code)
+        return {name: read(stats) for name, (_, read) in ENGINE_GAUGES.items()}
 
 
 def _first_line(error: Exception) -> str:

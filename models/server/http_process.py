@@ -6,7 +6,6 @@ The processes exchange the messages of `messages` and detect each other's end by
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import pickle
@@ -14,40 +13,20 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from pallas_attn.models.checkpoints import load_tokenizer
-from pallas_attn.models.server.limits import ServerLimits
-from pallas_attn.models.server.server import Server, ServerOptions
+from pallas_attn.models.server.options import ServerOptions
+from pallas_attn.models.server.server import Server
 
 FAILED = 3
 """Exit status of the process if the engine has failed. The process has printed the reason."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HttpSetup:
-    """Arguments of the process.
-
-    Attributes:
-      prog: name of the command, for errors.
-      folder: folder of the model; None for a model without tokenizer.
-      workers: number of threads for tokenization.
-      options: options of the server.
-      limits: limits of the server.
-    """
-
-    prog: str
-    folder: Path | None
-    workers: int
-    options: ServerOptions
-    limits: ServerLimits
-
-
-def start(setup: HttpSetup, listener: socket.socket, end: socket.socket) -> subprocess.Popen[bytes]:
+def start(options: ServerOptions, listener: socket.socket, end: socket.socket) -> subprocess.Popen[bytes]:
     """Start the process.
 
     Args:
-      setup: arguments.
+      options: options of the server.
       listener: bound socket on which the process accepts connections.
       end: end of a pair of sockets; the caller closes it, and gives the other end to an `EngineThread`.
     """
@@ -63,7 +42,7 @@ def start(setup: HttpSetup, listener: socket.socket, end: socket.socket) -> subp
     )
     if process.stdin is not None:
         with process.stdin:
-            pickle.dump(setup, process.stdin)
+            pickle.dump(options, process.stdin)
     return process
 
 
@@ -72,13 +51,14 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    setup: HttpSetup = pickle.load(sys.stdin.buffer)
+    options: ServerOptions = pickle.load(sys.stdin.buffer)
     log_to_stderr()
-    loaded = [] if setup.folder is None else [load_tokenizer(setup.folder) for _ in range(setup.workers)]
+    folder = options.tokenizer
+    loaded = [] if folder is None else [load_tokenizer(folder) for _ in range(options.text_workers)]
     tokenizers = [tokenizer for tokenizer in loaded if tokenizer is not None]
-    failure = asyncio.run(Server(end, tokenizers, setup.options, setup.limits).run(listener))
+    failure = asyncio.run(Server(end, tokenizers, options).run(listener))
     if failure is not None:
-        print(f"{setup.prog}: error: {failure}", file=sys.stderr, flush=True)
+        print(f"{options.prog}: error: {failure}", file=sys.stderr, flush=True)
     return FAILED if failure is not None else 0
 
 

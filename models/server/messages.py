@@ -19,10 +19,14 @@ import msgspec
 
 from pallas_attn.models.llm import Delta, SamplingParams
 from pallas_attn.models.llm.results import TokenLogprobTable
-from pallas_attn.models.server.metrics import EngineState
+from pallas_attn.models.server.options import ErrorFields
 
 HEADER = struct.Struct("!I")
 """Number of bytes of a message."""
+
+
+type EngineState = dict[str, float]
+"""Values of `metrics.ENGINE_GAUGES` by name."""
 
 
 class Prompt(NamedTuple):
@@ -51,15 +55,6 @@ class Part(NamedTuple):
     delta: Delta
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobTable | None] | None = None
-
-
-class RequestError(NamedTuple):
-    """Arguments of `ApiError`."""
-
-    message: str
-    status: int = 400
-    param: str | None = None
-    code: str | None = None
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -95,13 +90,13 @@ class StepResults(Message):
 
     Attributes:
       parts: new tokens of each request, by its id.
-      ended: requests that have ended, and their errors.
+      ended: requests that have ended, and their errors; None for no error.
       state: state of the engine; None if it was sent less than 0.25 s ago.
       has_failed: whether the step raised an exception.
     """
 
     parts: dict[int, list[Part]]
-    ended: dict[int, RequestError | None]
+    ended: dict[int, ErrorFields | None]
     state: EngineState | None = None
     has_failed: bool = False
 
@@ -138,26 +133,18 @@ class EngineSocket:
         with contextlib.suppress(OSError), self._lock:
             self._socket.sendall(content)
 
-    def receive(self) -> ToEngine:
-        """Wait for a message.
-
-        Raises:
-          EOFError: the HTTP server has ended.
-        """
-        (size,) = HEADER.unpack(self._read(HEADER.size))
-        return _decode_to_engine(self._read(size))
+    def receive(self) -> ToEngine | None:
+        """Wait for a message. Return None if the HTTP server has ended."""
+        with contextlib.suppress(OSError):
+            header = self._file.read(HEADER.size)
+            if len(header) == HEADER.size:
+                (size,) = HEADER.unpack(header)
+                if len(content := self._file.read(size)) == size:
+                    return _decode_to_engine(content)
+        return None
 
     def close(self) -> None:
         """Close the socket. Later calls of `send` do nothing."""
         with self._lock:
             self._file.close()
             self._socket.close()
-
-    def _read(self, size: int) -> bytes:
-        try:
-            content = self._file.read(size)
-        except OSError as error:
-            raise EOFError("the HTTP server has ended") from error
-        if len(content) < size:
-            raise EOFError("the HTTP server has ended")
-        return content

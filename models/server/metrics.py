@@ -7,14 +7,16 @@ The names follow vLLM, with the prefix `pallas_attn_`. Counters end with `_total
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
+
+from pallas_attn.models.engine import EngineStats
+from pallas_attn.models.server.messages import EngineState
 
 PREFIX = "pallas_attn"
 
@@ -23,29 +25,32 @@ _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineState:
-    """State of the engine after a step.
-
-    Attributes:
-      kv_cache_usage: share of the cache pages that requests own, from 0 to 1.
-      prefix_hit_rate: share of prompt tokens that were found in the prefix cache, from 0 to 1.
-      num_pages: number of all cache pages.
-      preemptions: number of preemptions since the start.
-      steps: number of steps since the start.
-      compiled_shapes: number of step shapes whose programs steps use.
-      pending_shapes: number of step shapes that are compiled in the background.
-      failed_shapes: number of step shapes whose compilation in the background failed.
-    """
-
-    kv_cache_usage: float = 0.0
-    prefix_hit_rate: float = 0.0
-    num_pages: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    compiled_shapes: int = 0
-    pending_shapes: int = 0
-    failed_shapes: int = 0
+ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "kv_cache_usage_perc": (
+        "Share of the cache pages that requests own, from 0 to 1.",
+        lambda stats: stats.used_pages / stats.num_pages,
+    ),
+    "prefix_cache_hit_rate": (
+        "Share of prompt tokens found in the prefix cache, from 0 to 1.",
+        lambda stats: stats.prefix_hit_rate,
+    ),
+    "num_gpu_blocks": ("Number of cache pages.", lambda stats: stats.num_pages),
+    "num_preemptions": ("Preemptions since the start.", lambda stats: stats.preemptions),
+    "engine_steps": ("Steps of the engine since the start.", lambda stats: stats.num_steps),
+    "compiled_step_shapes": (
+        "Shapes of steps whose programs are compiled and used.",
+        lambda stats: stats.compilations,
+    ),
+    "pending_step_shapes": (
+        "Shapes of steps that are compiled in the background.",
+        lambda stats: stats.pending_compilations,
+    ),
+    "failed_step_shapes": (
+        "Shapes of steps whose compilation in the background failed.",
+        lambda stats: stats.failed_compilations,
+    ),
+}
+"""State of the engine: text and value of each metric."""
 
 
 class Histogram:
@@ -86,32 +91,22 @@ class Metrics:
         disable_created_metrics()  # times of creation, which Prometheus does not need
         self.registry = CollectorRegistry()
 
-        def gauge(name: str, text: str) -> Any:
-            return Gauge(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
+        def made(kind: type[Counter | Gauge], name: str, text: str) -> Any:
+            return kind(f"{PREFIX}_{name}", text, ["model_name"], registry=self.registry).labels(model)
 
         def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"{PREFIX}_{name}", text, model, bounds)
-            self.registry.register(made)
-            return made
+            histogram = Histogram(f"{PREFIX}_{name}", text, model, bounds)
+            self.registry.register(histogram)
+            return histogram
 
-        self.running = gauge("num_requests_running", "Requests that have received a token and have not ended.")
-        self.waiting = gauge("num_requests_waiting", "Accepted requests without a token.")
-        self._usage = gauge("kv_cache_usage_perc", "Share of the cache pages that requests own, from 0 to 1.")
-        self._hit_rate = gauge("prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache.")
-        self._pages = gauge("num_gpu_blocks", "Number of cache pages.")
-        self._preemptions = gauge("num_preemptions", "Preemptions since the start.")
-        self._steps = gauge("engine_steps", "Steps of the engine since the start.")
-        self._compiled = gauge("compiled_step_shapes", "Shapes of steps whose programs are compiled and used.")
-        self._pending = gauge("pending_step_shapes", "Shapes of steps that are compiled in the background.")
-        self._failed = gauge("failed_step_shapes", "Shapes of steps whose compilation in the background failed.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self.queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self.cached_tokens = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self.engine_errors = counter("engine_errors", "Steps that raised an exception.")
+        self.running = made(Gauge, "num_requests_running", "Requests that have received a token and have not ended.")
+        self.waiting = made(Gauge, "num_requests_waiting", "Accepted requests without a token.")
+        self._of_engine = {name: made(Gauge, name, text) for name, (text, _) in ENGINE_GAUGES.items()}
+        self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens of accepted requests.")
+        self.queried_tokens = made(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cached_tokens = made(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.generation_tokens = made(Counter, "generation_tokens", "Generated tokens.")
+        self.engine_errors = made(Counter, "engine_errors", "Steps that raised an exception.")
         self._finished = Counter(
             f"{PREFIX}_request_success",
             "Outputs that have ended, by reason: stop, length, abort or error.",
@@ -138,12 +133,6 @@ class Metrics:
 
     def text(self, state: EngineState) -> bytes:
         """Return all metrics in the text format of Prometheus."""
-        self._usage.set(state.kv_cache_usage)
-        self._hit_rate.set(state.prefix_hit_rate)
-        self._pages.set(state.num_pages)
-        self._preemptions.set(state.preemptions)
-        self._steps.set(state.steps)
-        self._compiled.set(state.compiled_shapes)
-        self._pending.set(state.pending_shapes)
-        self._failed.set(state.failed_shapes)
+        for name, value in state.items():
+            self._of_engine[name].set(value)
         return generate_latest(self.registry)

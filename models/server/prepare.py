@@ -9,110 +9,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pallas_attn.models.checkpoints import Tokenizer
-from pallas_attn.models.llm import StructuredOutputs
+from pallas_attn.models.llm import SamplingParams, StructuredOutputs
 from pallas_attn.models.server import protocol
-from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.messages import Prompt
-from pallas_attn.models.server.output_text import Steps
-from pallas_attn.models.server.protocol import ChatRequest, CompletionRequest, ToolChoice, as_api_error
-from pallas_attn.models.server.reasoning import ParserNames, ReasoningParser, reasoning_parser
-from pallas_attn.models.server.tool_calls import ToolCallParser, tool_call_parser
+from pallas_attn.models.server.options import ApiError, ServerOptions
+from pallas_attn.models.server.protocol import Body, ChatRequest, CompletionRequest, ToolChoice
+from pallas_attn.models.server.reasoning import ReasoningParser, reasoning_parser
+from pallas_attn.models.server.responses import ChatReply, CompletionReply
+from pallas_attn.models.server.tool_calls import ForcedCallParser, ToolCallParser, tool_call_parser
 from pallas_attn.models.server.tool_grammar import answer_grammar, tool_grammar
 
-
-@dataclasses.dataclass(frozen=True)
-class CompletionWork:
-    """A request to continue texts.
-
-    Attributes:
-      request: the request.
-      prompts: the prompts.
-      texts: texts of the prompts if the request has `echo`; otherwise empty.
-      echoes_only: whether only the prompts are returned (`echo` with max_tokens 0).
-      first_tokens: text of the first token of each prompt if the request has `echo` and `logprobs`; otherwise empty.
-    """
-
-    request: CompletionRequest
-    prompts: list[Prompt]
-    texts: list[str]
-    echoes_only: bool
-    first_tokens: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatWork:
-    """A request for the next message of a chat.
-
-    Attributes:
-      request: the request.
-      prompts: the prompt.
-      choice: tools that the model may call.
-      parsers: function that returns new parsers for an output: reasoning, then tool calls.
-    """
-
-    request: ChatRequest
-    prompts: list[Prompt]
-    choice: ToolChoice
-    parsers: Callable[[], tuple[ReasoningParser, ToolCallParser]]
-
-
-class _NamedCall(ToolCallParser):
-    """Output that is the arguments of one call."""
-
-    def __init__(self, name: str):
-        self._name = name
-        super().__init__()
-
-    def _parse(self) -> Steps[None]:
-        self._start_call(self._name)
-        yield from self._read_all(self._argument)
-
-
-class _RequiredCalls(ToolCallParser):
-    """Output that is a JSON array of objects with name and parameters."""
-
-    def _parse(self) -> Steps[None]:
-        while (yield from self._read_until(("{",), lambda text: None)) is not None:
-            self._rest = "{" + self._rest
-            yield from self._read_json_call()
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 class Preparer:
-    """Prepares requests.
+    """Prepares requests. The methods of the routes get the body of a request, and raise ApiError.
 
     Args:
-      max_len: maximum number of tokens of a sequence.
       tokenizers: tokenizers of the model, one for each worker thread; empty for a model without tokenizer.
-      names: names of the model; requests must use one of them.
-      limits: limits of the server.
-      defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
-      families: names of the parsers of the model.
+      options: options of the server.
     """
 
-    def __init__(
-        self,
-        max_len: int,
-        tokenizers: Sequence[Tokenizer],
-        names: Sequence[str],
-        limits: ServerLimits,
-        defaults: Mapping[str, Any],
-        families: ParserNames,
-    ):
-        self.max_len, self._names, self._limits = max_len, names, limits
-        self._defaults, self._families = defaults, families
+    def __init__(self, tokenizers: Sequence[Tokenizer], options: ServerOptions):
+        self._options, self._limits = options, options.limits
         self._tokenizers: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
         self._has_tokenizer = bool(tokenizers)
         for tokenizer in tokenizers:
             self._tokenizers.put(tokenizer)
 
-    def completion(self, body: bytes) -> CompletionWork:
-        """Prepare a request of /v1/completions. Raises ApiError."""
-        request = protocol.parse(body, CompletionRequest, self._limits)
-        self._check(request)
+    # --- routes
+
+    def completion(self, body: bytes) -> CompletionReply:
+        """Prepare a request of /v1/completions."""
+        request = self._parsed(body, CompletionRequest)
         given = [request.prompt] if isinstance(request.prompt, str) or _is_ids(request.prompt) else request.prompt
         if not given or not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in given):
             raise ApiError("prompt: expected a text, token ids, or a list of texts or token ids", param="prompt")
@@ -120,6 +54,7 @@ class Preparer:
         echoes_only = request.echo and request.max_tokens == 0
         if echoes_only:
             request.max_tokens = 1
+        of_prompt = request.prompt_logprobs if request.logprobs is None or not request.echo else request.logprobs
         structured = protocol.structured_outputs(request, self._limits)
         prompts, texts, first_tokens = [], [], []
         for prompt in given:
@@ -132,60 +67,45 @@ class Preparer:
                 texts.append(prompt if isinstance(prompt, str) else self._decode(ids))
                 if request.logprobs is not None:
                     first_tokens.append(self._decode(ids[:1]))
-            prompts.append(self._prepared(request, ids, structured))
-        return CompletionWork(request, prompts, texts, echoes_only, first_tokens)
+            prompts.append(self._prompt(request, ids, structured, prompt_logprobs=of_prompt))
+        return CompletionReply(request, prompts, self._model(request), texts, first_tokens, echoes_only=echoes_only)
 
-    def chat(self, body: bytes) -> ChatWork:
-        """Prepare a request of /v1/chat/completions. Raises ApiError."""
-        request = protocol.parse(body, ChatRequest, self._limits)
-        self._check(request)
+    def chat(self, body: bytes) -> ChatReply:
+        """Prepare a request of /v1/chat/completions."""
+        request, families = self._parsed(body, ChatRequest), self._options.families
         self._check_outputs(request.n)
-        if request.top_logprobs is not None and not request.logprobs:
-            raise ApiError("top_logprobs: expected logprobs to be true", param="top_logprobs")
         choice = protocol.tool_choice(request, self._limits)
-        if choice.tools and not choice.forced and self._families.tool_calls is None:
+        if choice.tools and not choice.is_forced and families.tool_calls is None:
             raise ApiError(
                 "tools: the format of the model's tool calls is not known; use tool_choice, or the option"
                 " --tool-call-parser of the server",
                 param="tools",
             )
         structured = protocol.structured_outputs(request, self._limits)
-        if structured is not None and choice.forced:
+        if structured is not None and choice.is_forced:
             raise ApiError("tool_choice: expected no other format of the output", param="tool_choice")
         text, ids = self._rendered(request, choice.tools)
-        families = self._families
-        if choice.forced and families.tool_calls is None:
+        is_json, function = choice.is_forced and families.tool_calls is None, choice.function
+        if is_json:
             structured = StructuredOutputs(json=choice.schema)
-        elif choice.forced or structured is not None:
+        elif choice.is_forced or structured is not None:
             structured = self._grammar(request, choice, structured, text)
         is_parsed = families.reasoning is not None or (bool(choice.tools) and families.tool_calls is not None)
-        # Parsers need the special tokens, and remove them.
-        prompt = self._prepared(request, ids, structured, skip_special_tokens=not is_parsed)
 
         def parsers() -> tuple[ReasoningParser, ToolCallParser]:
-            if choice.forced and families.tool_calls is None:
-                calls = _RequiredCalls() if choice.forced == "required" else _NamedCall(choice.forced)
-                return reasoning_parser(None), calls
-            if not is_parsed:
-                return reasoning_parser(None), tool_call_parser(None)
+            if is_json or not is_parsed:
+                return reasoning_parser(None), ForcedCallParser(function) if is_json else tool_call_parser(None)
             return reasoning_parser(families.reasoning, text), tool_call_parser(families.tool_calls, choice.tools)
 
-        return ChatWork(request, [prompt], choice, parsers)
-
-    def _grammar(
-        self, request: ChatRequest, choice: ToolChoice, structured: StructuredOutputs | None, text: str
-    ) -> StructuredOutputs:
-        """Return the grammar of forced tool calls, or of an answer with a format, after optional reasoning."""
-        with self._tokenizer("messages") as tokenizer:
-            if structured is not None:
-                return answer_grammar(structured, self._families, tokenizer, text)
-            name, parallel = None if choice.forced == "required" else choice.forced, request.parallel_tool_calls
-            return tool_grammar(self._families, choice.tools, tokenizer, name=name, parallel=parallel, prompt=text)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        # Parsers need the special tokens, and remove them.
+        prompt = self._prompt(request, ids, structured, logprobs=logprobs, skip_special_tokens=not is_parsed)
+        model = self._model(request)
+        return ChatReply(request, [prompt], model, parsers, is_function_forced=function is not None)
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
-        """Return the response of /tokenize. Raises ApiError."""
-        request = protocol.parse(body, protocol.TokenizeRequest, self._limits)
-        self._check_model(request.model)
+        """Return the response of /tokenize."""
+        request = self._parsed(body, protocol.TokenizeRequest)
         if (request.prompt is None) == (request.messages is None):
             raise ApiError("prompt, messages: expected one of them", param="prompt")
         if request.prompt is None:
@@ -195,49 +115,104 @@ class Preparer:
                 ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         texts = {token: self._decode([token]) for token in set(ids)} if request.return_token_strs else {}
         shown = [texts[token] for token in ids] if texts else None
-        return {"count": len(ids), "max_model_len": self.max_len, "tokens": ids, "token_strs": shown}
+        return {"count": len(ids), "max_model_len": self._options.max_len, "tokens": ids, "token_strs": shown}
 
     def detokenize(self, body: bytes) -> dict[str, Any]:
-        """Return the response of /detokenize. Raises ApiError."""
-        request = protocol.parse(body, protocol.DetokenizeRequest, self._limits)
-        self._check_model(request.model)
-        return {"prompt": self._decode(request.tokens)}
+        """Return the response of /detokenize."""
+        return {"prompt": self._decode(self._parsed(body, protocol.DetokenizeRequest).tokens)}
 
-    def _check(self, request: protocol.GenerationRequest) -> None:
-        self._check_model(request.model)
-        if request.stream_options is not None and not request.stream:
-            raise ApiError("stream_options: expected stream to be true", param="stream_options")
+    # --- checks and sampling parameters
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._names:
-            message = f"model: {name!r:.200} does not exist; expected {', '.join(self._names)}"
+    def _parsed[Kind: Body](self, body: bytes, kind: type[Kind]) -> Kind:
+        request = protocol.parse(body, kind, self._limits)
+        if self._model(request) not in self._options.names:
+            message = f"model: {request.model!r:.200} does not exist; expected {', '.join(self._options.names)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
+        return request
+
+    def _model(self, request: Body) -> str:
+        return self._options.names[0] if request.model is None else request.model
 
     def _check_outputs(self, number: int) -> None:
         if not 1 <= number <= self._limits.max_outputs:
             limit = self._limits.max_outputs
             raise ApiError(f"n: expected 1 to {limit} outputs of all prompts, got {number}", param="n")
 
-    def _prepared(
+    def _prompt(
         self,
         request: CompletionRequest | ChatRequest,
         ids: Sequence[int],
         structured: StructuredOutputs | None,
         *,
         skip_special_tokens: bool = True,
+        **values: int | None,
     ) -> Prompt:
-        params = protocol.sampling_params(
-            request,
-            len(ids),
-            limits=self._limits,
-            max_len=self.max_len,
-            defaults=self._defaults,
-            structured=structured,
-            skip_special_tokens=skip_special_tokens,
-        )
+        """Return a prompt with the sampling parameters of a request.
+
+        Args:
+          request: the request.
+          ids: tokens of the prompt.
+          structured: format of the output.
+          skip_special_tokens: default of the field of this name.
+          values: sampling parameters that differ from the fields of the request.
+        """
+        wanted = self._wanted_tokens(request, len(ids))
+        max_tokens = min(wanted, self._options.max_len - len(ids))
+        names = _SAMPLING.intersection(request.__struct_fields__)
+        given = {name: value for name in names if (value := getattr(request, name)) is not None}
+        if isinstance(request.stop, str):
+            given["stop"] = [request.stop]
+        for name in given.keys() & {"stop", "bad_words"}:
+            protocol.check_entries(name, given[name], self._limits.max_stops)
+        for name in given.keys() & {"stop_token_ids", "allowed_token_ids", "logit_bias"}:
+            protocol.check_entries(name, given[name], self._limits.max_token_entries)
+        if "logit_bias" in given:
+            try:
+                given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+            except ValueError as error:
+                raise ApiError("logit_bias: expected token ids as keys", param="logit_bias") from error
+        if request.min_tokens <= wanted:
+            given["min_tokens"] = min(request.min_tokens, max_tokens)
+        given["seed"] = random.getrandbits(32) if request.seed is None else request.seed % 2**32
+        given |= {"max_tokens": max_tokens, "structured_outputs": structured, **values}
+        params: dict[str, Any] = {"temperature": 1.0, "skip_special_tokens": skip_special_tokens}
+        params |= {**self._options.defaults, **given}
         if not ids:
             raise ApiError("prompt: expected at least one token", param="prompt")
-        return Prompt(ids, params)
+        with _as_api_error():
+            return Prompt(ids, SamplingParams(**params))
+
+    def _wanted_tokens(self, request: CompletionRequest | ChatRequest, num_prompt_tokens: int) -> int:
+        """Return the requested number of output tokens or its default. Raise ApiError if it or the prompt is too
+        long."""
+        is_chat, max_len = isinstance(request, ChatRequest), self._options.max_len
+        most = min(max_len - 1, self._limits.max_prompt_tokens or max_len)
+        if num_prompt_tokens > most:
+            raise ApiError(
+                f"prompt: expected at most {most} tokens, got {num_prompt_tokens}; the maximum of prompt and output is"
+                f" {max_len}",
+                param="messages" if is_chat else "prompt",
+                code="context_length_exceeded",
+            )
+        limit, wanted = self._limits.max_output_tokens or max_len, request.max_tokens
+        if wanted is None:
+            return min(max_len - num_prompt_tokens if is_chat else 16, limit)
+        if wanted > limit:
+            raise ApiError(f"max_tokens: expected at most {limit}, got {wanted}", param="max_tokens")
+        return wanted
+
+    # --- texts
+
+    def _grammar(
+        self, request: ChatRequest, choice: ToolChoice, structured: StructuredOutputs | None, text: str
+    ) -> StructuredOutputs:
+        """Return the grammar of forced tool calls, or of an answer with a format, after optional reasoning."""
+        families = self._options.families
+        with self._tokenizer("messages") as tokenizer:
+            if structured is not None:
+                return answer_grammar(structured, families, tokenizer, text)
+            name, parallel = choice.function, request.parallel_tool_calls
+            return tool_grammar(families, choice.tools, tokenizer, name=name, parallel=parallel, prompt=text)
 
     def _rendered(
         self, request: ChatRequest | protocol.TokenizeRequest, tools: Sequence[Mapping[str, Any]] | None
@@ -264,10 +239,19 @@ class Preparer:
             raise ApiError(f"{name}: the model has no tokenizer; use token ids with /v1/completions", param=name)
         tokenizer = self._tokenizers.get()
         try:
-            with as_api_error():
+            with _as_api_error():
                 yield tokenizer
         finally:
             self._tokenizers.put(tokenizer)
+
+
+@contextlib.contextmanager
+def _as_api_error() -> Iterator[None]:
+    """Context manager that converts ValueError and NotImplementedError of the engine to ApiError."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise protocol.of_engine(error) from error
 
 
 def _is_ids(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Requests of the API: their fields, and the sampling parameters that they describe.
+"""Requests of the API: their fields, formats of the output, tools and messages.
 
 Fields of OpenAI have OpenAI's meaning, other fields have vLLM's. A field with the value null counts as not given.
 Fields that are neither here nor in `IGNORED` are refused.
@@ -6,18 +6,16 @@ Fields that are neither here nor in `IGNORED` are refused.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import random
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from pallas_attn.models.llm import SamplingParams, StructuredOutputs
-from pallas_attn.models.server.limits import ApiError, ServerLimits, check_depth
+from pallas_attn.models.llm import StructuredOutputs
+from pallas_attn.models.server.options import ApiError, ServerLimits
 
 IGNORED = frozenset(
     (
@@ -53,10 +51,15 @@ _FUNCTION = re.compile(r"[\w.-]{1,64}")
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "chat_template")
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """Fields of both kinds of generation."""
+class Body(msgspec.Struct, kw_only=True):
+    """Fields of all requests."""
 
     model: str | None = None
+
+
+class GenerationRequest(Body, kw_only=True):
+    """Fields of both kinds of generation. Fields with the name of a field of `SamplingParams` set it."""
+
     stream: bool = False
     stream_options: dict[str, bool] | None = None
     max_tokens: int | None = None
@@ -88,15 +91,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     return_token_ids: bool = False
 
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options: expected stream to be true", param="stream_options")
+
     @property
     def includes_usage(self) -> bool:
         """Whether the last event of a stream has the numbers of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """Requested maximum number of output tokens; None for the default."""
-        return self.max_tokens
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -106,11 +108,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool = False
     add_special_tokens: bool = True
     logprobs: int | None = None
-
-    def logprob_params(self) -> dict[str, int | None]:
-        """Return the sampling parameters of log probabilities."""
-        of_prompt = self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
-        return {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -129,23 +126,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        """As in `GenerationRequest`."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def logprob_params(self) -> dict[str, int | None]:
-        """Return the sampling parameters of log probabilities."""
-        return {
-            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            "prompt_logprobs": self.prompt_logprobs,
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs: expected logprobs to be true", param="top_logprobs")
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(Body, kw_only=True):
     """Body of /tokenize."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -155,17 +146,16 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(Body, kw_only=True):
     """Body of /detokenize."""
 
-    model: str | None = None
     tokens: list[int]
 
 
 _PARAMETERS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
 
 
-def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLimits) -> Body:
+def parse[Kind: Body](body: bytes, kind: type[Kind], limits: ServerLimits) -> Kind:
     """Decode and check a request body.
 
     Raises:
@@ -177,7 +167,7 @@ def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLim
         raise ApiError(f"request: expected JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError("request: expected a JSON object", code="invalid_json")
-    check_depth(given, limits.max_json_depth)
+    _check_depth(given, limits.max_json_depth)
     given = {name: value for name, value in given.items() if value is not None}
     known = kind.__struct_fields__
     for name in [*given]:
@@ -197,95 +187,28 @@ def parse[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: ServerLim
         raise ApiError(f"{param or 'request'}: {error}", param=param) from error
 
 
-_COPIED = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("n", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "logit_bias"),
-    *("stop", "bad_words", "stop_token_ids"),
-)
-"""Fields with the name of the sampling parameter that they set."""
-
-
-def sampling_params(
-    request: CompletionRequest | ChatRequest,
-    num_prompt_tokens: int,
-    *,
-    limits: ServerLimits,
-    max_len: int,
-    defaults: Mapping[str, Any],
-    structured: StructuredOutputs | None,
-    skip_special_tokens: bool,
-) -> SamplingParams:
-    """Return the sampling parameters of a request.
-
-    Args:
-      request: the request.
-      num_prompt_tokens: number of prompt tokens.
-      limits: limits of the server.
-      max_len: maximum number of tokens of a sequence, prompt and output.
-      defaults: sampling parameters of the model, by name. They replace OpenAI's defaults.
-      structured: format of the output.
-      skip_special_tokens: default of the field of this name.
-
-    Raises:
-      ApiError: a value is out of range.
-    """
-    wanted = _wanted_tokens(request, num_prompt_tokens, limits, max_len)
-    max_tokens = min(wanted, max_len - num_prompt_tokens)
-    given = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
-    if isinstance(request.stop, str):
-        given["stop"] = [request.stop]
-    for name in given.keys() & {"stop", "bad_words"}:
-        _check_entries(name, given[name], limits.max_stops)
-    for name in given.keys() & {"stop_token_ids", "allowed_token_ids", "logit_bias"}:
-        _check_entries(name, given[name], limits.max_token_entries)
-    if "logit_bias" in given:
-        try:
-            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
-        except ValueError as error:
-            raise ApiError("logit_bias: expected token ids as keys", param="logit_bias") from error
-    given["min_tokens"] = min(request.min_tokens, max_tokens) if request.min_tokens <= wanted else request.min_tokens
-    given["seed"] = random.getrandbits(32) if request.seed is None else request.seed % 2**32
-    values: dict[str, Any] = {"temperature": 1.0, "skip_special_tokens": skip_special_tokens, **defaults, **given}
-    values |= {"max_tokens": max_tokens, "structured_outputs": structured, **request.logprob_params()}
-    with as_api_error():
-        return SamplingParams(**values)
-
-
-def _wanted_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ServerLimits, max_len: int) -> int:
-    """Return the requested number of output tokens or its default. Raise ApiError if it or the prompt is too long."""
-    is_chat = isinstance(request, ChatRequest)
-    most = min(max_len - 1, limits.max_prompt_tokens or max_len)
-    if num_prompt_tokens > most:
-        raise ApiError(
-            f"prompt: expected at most {most} tokens, got {num_prompt_tokens}; the maximum of prompt and output is"
-            f" {max_len}",
-            param="messages" if is_chat else "prompt",
-            code="context_length_exceeded",
-        )
-    limit, wanted = limits.max_output_tokens or max_len, request.wanted_tokens
-    if wanted is None:
-        return min(max_len - num_prompt_tokens if is_chat else 16, limit)
-    if wanted > limit:
-        raise ApiError(f"max_tokens: expected at most {limit}, got {wanted}", param="max_tokens")
-    return wanted
-
-
-@contextlib.contextmanager
-def as_api_error() -> Iterator[None]:
-    """Context manager that converts ValueError and NotImplementedError of the engine to ApiError."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise of_engine(error) from error
+def _check_depth(value: Any, limit: int) -> None:
+    """Raise ApiError if arrays and objects of a decoded JSON value are nested deeper than the limit."""
+    level = [value]
+    for _ in range(limit):
+        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in values if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise ApiError(f"request: expected JSON with at most {limit} nested arrays and objects", code="too_deep")
 
 
 def of_engine(error: Exception) -> ApiError:
-    """Return the error for a request that the engine or the tokenizer refuses."""
+    """Return the error for a request that the engine or the tokenizer refuses with ValueError or NotImplementedError.
+    Other exceptions are internal errors."""
+    if not isinstance(error, ValueError | NotImplementedError):
+        return ApiError("internal error", 500)
     match = re.match(r"\w+", str(error))
     return ApiError(str(error), param=match[0] if match and match[0] in _PARAMETERS else None)
 
 
-def _check_entries(name: str, entries: Collection[Any], limit: int) -> None:
+def check_entries(name: str, entries: Collection[Any], limit: int) -> None:
+    """Raise ApiError if the field `name` has too many entries."""
     if len(entries) > limit:
         raise ApiError(f"{name}: expected at most {limit} entries, got {len(entries)}", param=name)
 
@@ -301,16 +224,13 @@ def structured_outputs(request: GenerationRequest, limits: ServerLimits) -> Stru
     Raises:
       ApiError: several formats are given, or a format is not valid or too large.
     """
-    given: dict[str, tuple[str, Any]] = {}
-    for kind in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(request, f"guided_{kind}")) is not None:
-            given[f"guided_{kind}"] = (kind, value)
-    for kind, value in (request.structured_outputs or {}).items():
-        if kind not in ("json", "regex", "choice", "grammar"):
-            raise ApiError("structured_outputs: expected json, regex, choice or grammar", param="structured_outputs")
-        given[f"structured_outputs.{kind}"] = (kind, value)
-    if (schema := _response_schema(request.response_format)) is not None:
-        given["response_format"] = ("json", schema)
+    kinds, others = ("json", "regex", "choice", "grammar"), request.structured_outputs or {}
+    if any(kind not in kinds for kind in others):
+        raise ApiError("structured_outputs: expected json, regex, choice or grammar", param="structured_outputs")
+    values = {f"guided_{kind}": (kind, getattr(request, f"guided_{kind}")) for kind in kinds}
+    values |= {f"structured_outputs.{kind}": (kind, value) for kind, value in others.items()}
+    values["response_format"] = ("json", _response_schema(request.response_format))
+    given = {param: (kind, value) for param, (kind, value) in values.items() if value is not None}
     if not given:
         return None
     if len(given) > 1:
@@ -344,13 +264,14 @@ class ToolChoice:
 
     Attributes:
       tools: tools for the chat template and the parser; empty if the model may call none.
-      forced: "" if the model may answer with text; "required" if it must call a tool; otherwise name of the tool that
-        it must call.
-      schema: JSON schema of the output if `forced` is not "" and the model has no format of tool calls.
+      is_forced: whether the model must call a tool.
+      function: name of the only tool that it may call, once; None for any.
+      schema: JSON schema of the output if `is_forced` is True and the model has no format of tool calls.
     """
 
     tools: list[dict[str, Any]]
-    forced: str = ""
+    is_forced: bool = False
+    function: str | None = None
     schema: Any = None
 
 
@@ -361,7 +282,7 @@ def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
       ApiError: a tool or the choice is not valid.
     """
     tools, choice = request.tools or [], request.tool_choice
-    _check_entries("tools", tools, limits.max_stops)
+    check_entries("tools", tools, limits.max_stops)
     _check_bytes("tools", tools, limits)
     schemas: dict[str, Any] = {}
     for i, tool in enumerate(tools):
@@ -391,9 +312,9 @@ def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
             ]
             most = {} if request.parallel_tool_calls else {"maxItems": 1}
             array = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-            return ToolChoice(tools, "required", array)
+            return ToolChoice(tools, True, None, array)
         case {"type": "function", "function": {"name": name}} if name in schemas:
-            return ToolChoice(tools, name, schemas[name])
+            return ToolChoice(tools, True, name, schemas[name])
     raise ApiError("tool_choice: expected none, auto, required with tools, or a function of tools", param="tool_choice")
 
 

@@ -3,67 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from pallas_attn.models.server.formats import CHANNEL, END_THINK, MESSAGE, MESSAGE_ENDS, START, THINK, THINK_ENDS
 from pallas_attn.models.server.output_text import OutputParser, Steps
 
-type ReasoningFamily = Literal["think", "gpt_oss"]
-type ToolCallFamily = Literal[
-    "hermes",
-    "qwen3_coder",
-    "llama3_json",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseek_v4",
-    "glm",
-    "gpt_oss",
-]
-type Part = tuple[Literal["reasoning", "content"], str]
-
-THINK, END_THINK = "<think>", "</think>"
-START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-MESSAGE_ENDS = (END, "<|return|>", "<|call|>", "<|endoftext|>", START)
-"""Special tokens that end a message of gpt-oss."""
-
-_THINK_ENDS = ("<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>")
-"""Special tokens that end a message of models with <think> tags."""
-
-
-class ParserNames(NamedTuple):
-    """Names of the parsers of a model; None for text without tool calls or reasoning.
-
-    Attributes:
-      tool_calls: "hermes": JSON in <tool_call> tags, as Qwen3. "qwen3_coder": <function=...> and <parameter=...> tags.
-        "llama3_json": a JSON object, as Llama 3. "deepseek_v3": DeepSeek V3 and R1. "deepseek_v31": DeepSeek V3.1.
-        "deepseek_v32", "deepseek_v4": DSML tags in <｜DSML｜function_calls> or <｜DSML｜tool_calls>. "glm": GLM-4.5 and
-        later. "gpt_oss": the harmony format.
-      reasoning: "think": text in <think> tags. "gpt_oss": the harmony format.
-    """
-
-    tool_calls: ToolCallFamily | None
-    reasoning: ReasoningFamily | None
-
-
-def family_of(model_type: str, chat_template: str | None) -> ParserNames:
-    """Return the names of the parsers of a model, from its model type and its chat template."""
-    template = chat_template or ""
-    if CHANNEL in template or (model_type == "gpt_oss" and chat_template is not None):
-        return ParserNames("gpt_oss", "gpt_oss")
-    reasoning = "think" if END_THINK in template or THINK in template else None
-    if "<｜tool▁call▁begin｜>" in template:
-        return ParserNames("deepseek_v3" if "```json" in template else "deepseek_v31", reasoning)
-    if "<arg_key>" in template:
-        return ParserNames("glm", reasoning)
-    if "｜DSML｜" in template:
-        return ParserNames("deepseek_v32" if "function_calls>" in template else "deepseek_v4", reasoning)
-    if "<tool_call>" in template and "<parameter=" in template:
-        return ParserNames("qwen3_coder", reasoning)
-    if "<tool_call>" in template and "<function=" not in template:  # an unknown format
-        return ParserNames("hermes", reasoning)
-    if model_type == "llama" and "ipython" in template:
-        return ParserNames("llama3_json", reasoning)
-    return ParserNames(None, reasoning)
+type Piece = tuple[Literal["reasoning", "content"], str]
 
 
 def starts_in_reasoning(prompt: str) -> bool:
@@ -71,7 +16,7 @@ def starts_in_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK)
 
 
-class ReasoningParser(OutputParser[Part]):
+class ReasoningParser(OutputParser[Piece]):
     """Divides an output into reasoning and content. Created by `reasoning_parser`.
 
     `feed(text)` and `finish()` return lists of parts ("reasoning", text) and ("content", text). The content is the
@@ -98,15 +43,13 @@ class _Think(ReasoningParser):
 
     def _parse(self) -> Steps[None]:
         space = yield from self._read_space()
-        if not self._is_inside and not (yield from self._read_prefix(THINK)):
+        if (yield from self._read_prefix(THINK)) or self._is_inside:  # some models repeat the tag of the prompt
+            yield from self._read_space()
+            while (yield from self._read_until((END_THINK, *THINK_ENDS), self._stripped_reasoning)) in THINK_ENDS:
+                pass
+            yield from self._read_space()
+        else:
             self._rest = space + self._rest
-            yield from self._read_all(self._content)
-            return
-        yield from self._read_prefix(THINK)  # some models repeat the tag of the prompt
-        yield from self._read_space()
-        while (yield from self._read_until((END_THINK, *_THINK_ENDS), self._stripped_reasoning)) in _THINK_ENDS:
-            pass
-        yield from self._read_space()
         yield from self._read_all(self._content)
 
     def _stripped_reasoning(self, text: str) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import operator
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from pallas_attn.models.llm import Delta
 from pallas_attn.models.llm.results import Logprob, TokenLogprobTable
-from pallas_attn.models.server.limits import ApiError
-from pallas_attn.models.server.messages import Part
-from pallas_attn.models.server.prepare import ChatWork, CompletionWork
-from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta
+from pallas_attn.models.server.messages import Part, Prompt
+from pallas_attn.models.server.options import ApiError
+from pallas_attn.models.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from pallas_attn.models.server.reasoning import ReasoningParser
+from pallas_attn.models.server.tool_calls import ContentDelta, ToolCallDelta, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,21 +35,24 @@ def event(content: Mapping[str, Any]) -> bytes:
 class Reply:
     """Builds the response of one request.
 
+    Attributes:
+      request, prompts: the request and its prompts.
+
     Args:
-      work: the request.
+      request, prompts: as the attributes.
       model: name of the model.
     """
 
     id_prefix = object_name = chunk_name = ""
 
-    def __init__(self, work: CompletionWork | ChatWork, model: str):
-        self._work = work
+    def __init__(self, request: GenerationRequest, prompts: Sequence[Prompt], model: str):
+        self.request, self.prompts = request, prompts
         self._completion_tokens = self._cached_tokens = 0
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = _encode({**self._head, "object": self.chunk_name}).removesuffix(b"}")
         self._event = b'data: %b,"choices":[%%b]%b}\n\n' % (
             head.replace(b"%", b"%%"),
-            b',"usage":null' if work.request.includes_usage else b"",
+            b',"usage":null' if request.includes_usage else b"",
         )
 
     def choice(self, part: Part) -> dict[str, Any] | None:
@@ -77,7 +81,7 @@ class Reply:
     @property
     def usage(self) -> dict[str, Any]:
         """Numbers of tokens."""
-        prompt = sum(len(prompt.ids) for prompt in self._work.prompts)
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
@@ -97,12 +101,12 @@ class Reply:
 
     def _ending(self, part: Part, delta: Delta, is_first: bool) -> dict[str, Any]:
         """Return the entries of a choice after its text. `delta` is what the choice shows of a part."""
-        request = self._work.request
+        request = self.request
         ending: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if request.return_token_ids:
             ending["token_ids"] = delta.token_ids
             if is_first:
-                ending["prompt_token_ids"] = [*self._work.prompts[part.prompt].ids]
+                ending["prompt_token_ids"] = [*self.prompts[part.prompt].ids]
         if part.prompt_logprobs is not None and request.prompt_logprobs is not None:
             ending["prompt_logprobs"] = _shown_prompt_logprobs(part.prompt_logprobs)
         return ending
@@ -137,37 +141,53 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 
 
 class CompletionReply(Reply):
-    """Builds the response of /v1/completions."""
+    """Builds the response of /v1/completions.
+
+    Args:
+      request, prompts, model: as in `Reply`.
+      texts: texts of the prompts if the request has `echo`; otherwise empty.
+      first_tokens: text of the first token of each prompt if the request has `echo` and `logprobs`; otherwise empty.
+      echoes_only: whether only the prompts are returned (`echo` with max_tokens 0).
+    """
 
     id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, work: CompletionWork, model: str):
-        super().__init__(work, model)
-        self._completion = work
+    def __init__(
+        self,
+        request: CompletionRequest,
+        prompts: Sequence[Prompt],
+        model: str,
+        texts: Sequence[str] = (),
+        first_tokens: Sequence[str] = (),
+        *,
+        echoes_only: bool = False,
+    ):
+        super().__init__(request, prompts, model)
+        self._texts, self._first_tokens, self._echoes_only = texts, first_tokens, echoes_only
         self._offsets: dict[int, int] = {}  # length of the text of each output
         self._prompt_logprobs: dict[int, Any] = {}
 
     def choice(self, part: Part) -> dict[str, Any] | None:
-        work, delta = self._completion, part.delta
-        index = part.prompt * work.request.n + delta.index
+        delta = part.delta
+        index = part.prompt * self.request.n + delta.index
         ids, tables, text = delta.token_ids, delta.logprobs, delta.text
         is_first = index not in self._offsets
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[part.prompt] = part.prompt_logprobs
-        if work.echoes_only:
+        if self._echoes_only:
             self._completion_tokens = 0
             if not is_first:
                 return None
             delta = Delta(delta.index, "", [], "length")
             ids, tables, text = [], None if tables is None else [], ""
         all_tables: Sequence[TokenLogprobTable | None] | None = tables
-        if work.request.echo and is_first:
-            text = work.texts[part.prompt] + text
+        if self._texts and is_first:
+            text = self._texts[part.prompt] + text
             if tables is not None:
-                ids = [*work.prompts[part.prompt].ids, *ids]
+                ids = [*self.prompts[part.prompt].ids, *ids]
                 all_tables = [*self._prompt_logprobs[part.prompt], *tables]
         offset = self._offsets.setdefault(index, 0)
-        first = work.first_tokens[part.prompt] if work.first_tokens else ""
+        first = self._first_tokens[part.prompt] if self._first_tokens else ""
         logprobs = None if all_tables is None else self._logprobs(ids, all_tables, offset, first)
         self._offsets[index] += len(text) if logprobs is None else sum(map(len, logprobs["tokens"]))
         return {"index": index, "text": text, "logprobs": logprobs, **self._ending(part, delta, is_first)}
@@ -188,29 +208,43 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Builds the response of /v1/chat/completions."""
+    """Builds the response of /v1/chat/completions.
+
+    Args:
+      request, prompts, model: as in `Reply`.
+      parsers: function that returns new parsers for an output: reasoning, then tool calls.
+      is_function_forced: whether `tool_choice` names a function. Then calls do not change the finish reason.
+    """
 
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, work: ChatWork, model: str):
-        super().__init__(work, model)
-        self._chat = work
-        self._parsers: dict[int, Any] = {}
+    def __init__(
+        self,
+        request: ChatRequest,
+        prompts: Sequence[Prompt],
+        model: str,
+        parsers: Callable[[], tuple[ReasoningParser, ToolCallParser]],
+        *,
+        is_function_forced: bool = False,
+    ):
+        super().__init__(request, prompts, model)
+        self._chat, self._make_parsers, self._is_function_forced = request, parsers, is_function_forced
+        self._parsers: dict[int, tuple[ReasoningParser, ToolCallParser]] = {}
         self._called: set[int] = set()  # outputs with tool calls
 
     def choice(self, part: Part) -> dict[str, Any] | None:
-        work, delta, index = self._chat, part.delta, part.delta.index
+        delta, index = part.delta, part.delta.index
         is_first = index not in self._parsers
         if is_first:
-            self._parsers[index] = work.parsers()
+            self._parsers[index] = self._make_parsers()
         message = self._message(index, delta.text, is_last=delta.finish_reason is not None)
         ending = self._ending(part, delta, is_first)
-        if index in self._called and delta.finish_reason == "stop" and work.choice.forced in ("", "required"):
+        if index in self._called and delta.finish_reason == "stop" and not self._is_function_forced:
             ending["finish_reason"] = "tool_calls"
         logprobs = None if delta.logprobs is None else {"content": self._logprobs(delta)}
         if is_first:
             message = {"role": "assistant", "content": "", **message}
-        elif not (message or logprobs or delta.finish_reason or work.request.return_token_ids):
+        elif not (message or logprobs or delta.finish_reason or self._chat.return_token_ids):
             return None
         return {"index": index, "delta": message, "logprobs": logprobs, **ending}
 
@@ -223,14 +257,14 @@ class ChatReply(Reply):
         for kind, piece in parts:
             if kind == "content":
                 deltas += calls.feed(piece)
-            elif self._chat.request.include_reasoning:
+            elif self._chat.include_reasoning:
                 message["reasoning_content"] = message.get("reasoning_content", "") + piece
         if is_last:
             deltas += calls.finish()
         for new in deltas:
             if isinstance(new, ContentDelta):
                 message["content"] = message.get("content", "") + new.text
-            elif new.index == 0 or self._chat.request.parallel_tool_calls:
+            elif new.index == 0 or self._chat.parallel_tool_calls:
                 self._called.add(index)
                 call: dict[str, Any] = {"index": new.index, "function": {"arguments": new.arguments}}
                 if new.id is not None:
@@ -240,7 +274,7 @@ class ChatReply(Reply):
         return message
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        most = self._chat.request.top_logprobs or 0
+        most = self._chat.top_logprobs or 0
         return [
             {
                 **_logprob(table[token]),

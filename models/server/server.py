@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,61 +15,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_client import EngineClient
-from pallas_attn.models.server.limits import ApiError, ServerLimits
 from pallas_attn.models.server.metrics import Metrics
+from pallas_attn.models.server.options import ApiError, ServerLimits, ServerOptions
 from pallas_attn.models.server.prepare import Preparer
-from pallas_attn.models.server.reasoning import ParserNames
 
 LOGGER = logging.getLogger("pallas_attn.server")
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerOptions:
-    """Options of a server.
-
-    Attributes:
-      names: names of the model in requests and responses, at least one.
-      max_len: maximum number of tokens of a sequence.
-      families: names of the parsers of reasoning and tool calls.
-      api_keys: accepted API keys; empty if requests need no key.
-      allowed_origins: origins of web pages that may read responses.
-      allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
-      grace_s: seconds after `Server.stop` in which running requests may end.
-      defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
-      access_log: whether a line is logged for each request.
-    """
-
-    names: Sequence[str]
-    max_len: int
-    families: ParserNames
-    api_keys: Sequence[str] = ()
-    allowed_origins: Sequence[str] = ()
-    allowed_hosts: Sequence[str] | None = None
-    grace_s: float = 30.0
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    access_log: bool = False
 
 
 class Server:
     """An HTTP server of an engine. `run` serves until `stop` is called.
 
     Attributes:
-      engine: the engine; None before `run`.
+      engine: the engine.
 
     Args:
       end: end of a pair of sockets. An `EngineThread` has the other end.
       tokenizers: tokenizers of the model, one for each worker thread; empty for a model without tokenizer.
       options: options of the server.
-      limits: limits of the server.
     """
 
-    def __init__(
-        self, end: socket.socket, tokenizers: Sequence[Tokenizer], options: ServerOptions, limits: ServerLimits
-    ):
-        self.engine: EngineClient | None = None
-        self._end, self._tokenizers, self._options, self._limits = end, tokenizers, options, limits
-        self._stops = 0
-        self._stopping: asyncio.Event | None = None
+    def __init__(self, end: socket.socket, tokenizers: Sequence[Tokenizer], options: ServerOptions):
+        self._end, self._options, self._metrics = end, options, Metrics(options.names[0])
+        self._preparer, self._num_workers = Preparer(tokenizers, options), max(len(tokenizers), 1)
+        self.engine = EngineClient(options.limits, self._metrics, self._stop)
+        self._stops, self._stopping = 0, asyncio.Event()
 
     async def run(self, listener: socket.socket) -> str | None:
         """Serve on a bound socket until `stop`, or until the engine has failed.
@@ -85,22 +52,16 @@ class Server:
         Returns:
           Reason of the failure of the engine; None after `stop`.
         """
-        options, limits = self._options, self._limits
-        self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        metrics = Metrics(options.names[0])
-        self.engine = engine = EngineClient(limits, metrics, self._stop)
+        self._loop, engine, limits = asyncio.get_running_loop(), self.engine, self._options.limits
         receiving = asyncio.create_task(engine.run(self._end))
-        families, defaults = options.families, options.defaults
-        preparer = Preparer(options.max_len, self._tokenizers, options.names, limits, defaults, families)
-        with concurrent.futures.ThreadPoolExecutor(max(len(self._tokenizers), 1), "prepare") as workers:
-            keys, hosts = options.api_keys, options.allowed_hosts
-            api = Api(engine, preparer, workers, options.names, limits, metrics, keys, hosts)
+        with concurrent.futures.ThreadPoolExecutor(self._num_workers, "prepare") as workers:
+            api = Api(engine, self._preparer, workers, self._options, self._metrics)
             config = uvicorn.Config(
-                api.app(options.allowed_origins),
+                api.app(),
                 http=_protocol(limits),
                 ws="none",
                 lifespan="off",
-                access_log=options.access_log,
+                access_log=self._options.access_log,
                 log_config=None,
                 proxy_headers=False,
                 server_header=False,
@@ -113,7 +74,7 @@ class Server:
             await asyncio.wait((stopping, failed, serving), return_when=asyncio.FIRST_COMPLETED)
             api.is_stopping = True
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(options.grace_s):
+                async with asyncio.timeout(self._options.grace_s):
                     while engine.num_unfinished and self._stops < 2:
                         await asyncio.sleep(0.02)
             engine.abort_all(ApiError("the server stops", 503, code="stopping"))
@@ -131,8 +92,7 @@ class Server:
 
     def _stop(self) -> None:
         self._stops += 1
-        if self._stopping is not None:
-            self._stopping.set()
+        self._stopping.set()
 
 
 class _Http(uvicorn.Server):

@@ -6,20 +6,29 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pallas_attn.models.server.formats import (
+    CALL,
+    CALL_BEGIN,
+    CALL_END,
+    CALL_SEPARATOR,
+    CALLS_BEGIN,
+    CALLS_END,
+    CHANNEL,
+    DEEPSEEK_ENDS,
+    DSML,
+    END_CALL,
+    GLM_ENDS,
+    MESSAGE,
+    MESSAGE_ENDS,
+    QWEN_ENDS,
+    START,
+    Tool,
+    is_text,
+    properties_of,
+)
 from pallas_attn.models.server.output_text import JsonObject, OutputParser, Steps
-from pallas_attn.models.server.reasoning import CHANNEL, MESSAGE, MESSAGE_ENDS, START
-
-type Tool = Mapping[str, Any]
-"""Tool of a request: {"type": "function", "function": {"name": ..., "parameters": JSON schema}}."""
-
-CALL, END_CALL, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
-DSML = "｜DSML｜"
-ARG_KEY, END_ARG_KEY, ARG_VALUE, END_ARG_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 _MAX_NAME = 256  # characters
 _SPACE = r"[ \t\n\r]*"
@@ -63,29 +72,40 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
     content. If the arguments of a call become invalid JSON after a part of them was returned, the arguments end there
     and the rest of the text is content. Arguments are incomplete if the output ends within them.
 
+    Attributes describe a format. `markers` and `ends` are for the parser, the others are what a model writes, in which
+    {name} stands for a name. A message is `first`, calls with `between` between them, and `last`. A call is `head`, the
+    arguments and `tail`. The parser accepts other white space, too.
+
     Attributes:
       ends: special tokens that end a message.
+      markers: markers that `_read_call` processes.
+      between: None if a message has at most one call.
+      parameter, after_value: None if the arguments are a JSON object; otherwise texts before and after the value of
+        each argument. {is_text} stands for true or false.
+
+    Args:
+      tools: tools of the request. Without tools, calls are content.
     """
 
     ends: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+    first = head = tail = last = after_value = ""
+    between: str | None = None
+    parameter: str | None = None
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self._tools = {tool["function"]["name"]: properties_of(tool["function"].get("parameters")) for tool in tools}
+        self._markers = (*(self.markers if tools else ()), *self.ends)
         self._num_calls, self._is_after_call, self._space = 0, False, ""
         super().__init__()
 
     def _parse(self) -> Steps[None]:
-        markers = self._markers() if self._tools else self.ends
-        if markers:
-            while (marker := (yield from self._read_until(markers, self._content))) is not None:
-                yield from self._read_call(marker)
-        else:
+        if not self._markers:
             yield from self._read_all(self._content)
+        else:
+            while (marker := (yield from self._read_until(self._markers, self._content))) is not None:
+                yield from self._read_call(marker)
         self._flush_space()
-
-    def _markers(self) -> tuple[str, ...]:
-        """Return the markers that `_read_call` processes."""
-        return self.ends
 
     def _read_call(self, marker: str) -> Steps[None]:
         """Consume a call, if the marker starts one."""
@@ -113,6 +133,11 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
     def _argument(self, text: str) -> None:
         self._items.append(ToolCallDelta(self._num_calls - 1, None, None, text))
 
+    def _is_function(self, name: str) -> bool:
+        """Return whether a text can be the name of a called function. The client reports unknown functions to the
+        model."""
+        return 0 < len(name) <= _MAX_NAME and name.isprintable()
+
     def _read_arguments(self, name: str) -> Steps[bool]:
         """Consume the JSON object of the arguments of a call.
 
@@ -134,57 +159,40 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
                 return has_started
             yield
 
-    def _read_json_call(self) -> Steps[str | None]:
+    def _read_json_call(self) -> Steps[bool]:
         """Consume a call of the form {"name": ..., "arguments": {...}}. The arguments are returned as they arrive, if
         they come after the name.
 
         Returns:
-          The text if it is not a call; otherwise None.
+          Whether the text is a call. Otherwise it is content.
         """
+        space = yield from self._read_space()
         whole, length = JsonObject(), 0
         while (header := _JSON_CALL.match(self._rest)) is None:
             length += whole.accept(self._rest[length:])
             if whole.is_complete or whole.is_invalid or self._is_complete:
                 text, self._rest = self._rest[:length], self._rest[length:]
-                return None if whole.is_complete and self._add_json_call(text) else text
+                is_call = whole.is_complete and self._add_json_call(text)
+                if not is_call:
+                    self._content(space + text)
+                return is_call
             yield
         text, name = header.group(), header.group(1)
         self._rest = self._rest[len(text) :]
         if not self._is_function(name):
-            return text
+            self._content(space + text)
+            return False
         yield from self._read_arguments(name)
         whole = JsonObject()
         whole.accept(text + "{}")
         while True:  # skip other entries
             self._rest = self._rest[whole.accept(self._rest) :]
             if whole.is_complete or whole.is_invalid:
-                return None
+                return True
             if self._is_complete:
                 self._rest = ""
-                return None
+                return True
             yield
-
-    def _read_value(self, end: str, is_string: bool) -> Steps[str | None]:
-        """Consume a value that is a text, or JSON without quotation marks for texts. Add it to the arguments.
-
-        Returns:
-          The marker `end` after the value; None at the end of the text.
-        """
-        parts: list[str] = []
-        if is_string:
-            self._argument('"')
-        marker = yield from self._read_until((end,), self._string_part if is_string else parts.append)
-        if marker is not None:
-            self._argument('"' if is_string else _as_json("".join(parts)))
-        return marker
-
-    def _string_part(self, text: str) -> None:
-        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
-
-    def _is_function(self, name: str) -> bool:
-        """Return whether a text can be the name of a called function. The client reports unknown functions to the
-        model."""
-        return 0 < len(name) <= _MAX_NAME and name.isprintable()
 
     def _add_json_call(self, text: str) -> bool:
         """Add a complete call, if a JSON text is one."""
@@ -209,39 +217,29 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
 
 
 class _Hermes(ToolCallParser):
-    ends = ("<|im_end|>", "<|endoftext|>")
-
-    def _markers(self) -> tuple[str, ...]:
-        return CALL, END_CALL, *self.ends
+    ends, markers = QWEN_ENDS, (CALL, END_CALL)
+    head, tail, between = f'{CALL}\n{{"name": "{{name}}", "arguments": ', f"}}\n{END_CALL}", "\n"
 
     def _read_call(self, marker: str) -> Steps[None]:
         if marker == CALL:
-            space = yield from self._read_space()
-            if (text := (yield from self._read_json_call())) is not None:
-                self._content(space + text)
+            yield from self._read_json_call()
 
 
 class _Llama(ToolCallParser):
     """The content is text, or calls that are separated by ";". Text may have a call after <|python_tag|>."""
 
-    ends = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    ends, markers = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), ("<|python_tag|>",)
+    head, tail = '{"name": "{name}", "parameters": ', "}"
 
     def _parse(self) -> Steps[None]:
         if self._tools:
             self._content((yield from self._read_space()))
             if self._rest.startswith("{"):
-                yield from self._read_call(PYTHON_TAG)
+                yield from self._read_call(self.markers[0])
         yield from super()._parse()
 
-    def _markers(self) -> tuple[str, ...]:
-        return PYTHON_TAG, *self.ends
-
     def _read_call(self, marker: str) -> Steps[None]:
-        while marker == PYTHON_TAG:
-            space = yield from self._read_space()
-            if (text := (yield from self._read_json_call())) is not None:
-                self._content(space + text)
-                return
+        while marker in self.markers and (yield from self._read_json_call()):
             self._content((yield from self._read_space()))
             if (yield from self._read_prefix(";")):
                 yield from self._read_space()
@@ -255,197 +253,160 @@ class _Llama(ToolCallParser):
 class _DeepSeek(ToolCallParser):
     """Calls of V3: `function`, separator, name, line break, JSON in a fence. Calls of V3.1: name, separator, JSON."""
 
-    ends = ("<｜end▁of▁sentence｜>",)
-
-    def _markers(self) -> tuple[str, ...]:
-        return CALLS_BEGIN, CALL_BEGIN, CALL_SEPARATOR, CALL_END, CALLS_END, *self.ends
+    ends, markers = DEEPSEEK_ENDS, (CALLS_BEGIN, CALL_BEGIN, CALL_SEPARATOR, CALL_END, CALLS_END)
+    head, tail = f"{CALL_BEGIN}function{CALL_SEPARATOR}{{name}}\n```json\n", f"\n```{CALL_END}"
+    first, between, last = CALLS_BEGIN, "\n", CALLS_END
 
     def _read_call(self, marker: str) -> Steps[None]:
         if marker != CALL_BEGIN:
             return
         parts: list[str] = []
-        end = yield from self._read_until(self._markers(), parts.append)
-        if end != CALL_SEPARATOR:
-            self._content("".join(parts))
-            self._rest = (end or "") + self._rest
-            return
-        name = "".join(parts).strip()
-        first = len(parts)
-        end = yield from self._read_until(("{", *self._markers()), parts.append)
+        ends = ("{", *(other for other in self._markers if other != CALL_SEPARATOR))
+        end = yield from self._read_until(ends, parts.append)
         self._rest = (end or "") + self._rest
-        fence = "".join(parts[first:]).strip()
-        if fence and not fence.startswith("```"):
-            name, _, fence = fence.partition("\n")
-        if end != "{" or not self._is_function(name.strip()) or fence.strip() not in ("", "```", "```json"):
-            self._content("".join(parts))
+        text = "".join(parts)
+        name, separator, fence = text.partition(CALL_SEPARATOR)
+        if fence.strip() and not fence.lstrip().startswith("```"):  # of V3
+            name, _, fence = fence.strip().partition("\n")
+        name, is_fence = name.strip(), fence.strip() in ("", "```", "```json")
+        if end != "{" or not separator or not is_fence or not self._is_function(name):
+            self._content(text.replace(CALL_SEPARATOR, ""))
             return
-        yield from self._read_arguments(name.strip())
+        yield from self._read_arguments(name)
         self._content((yield from self._read_space()))
         yield from self._read_prefix("```")
 
 
-class _GLM(ToolCallParser):
-    """Calls of the form <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>."""
-
-    ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
-
-    def _markers(self) -> tuple[str, ...]:
-        return CALL, END_CALL, ARG_KEY, END_ARG_KEY, ARG_VALUE, END_ARG_VALUE, *self.ends
-
-    def _read_call(self, marker: str) -> Steps[None]:
-        if marker != CALL:
-            return
-        parts: list[str] = []
-        end = yield from self._read_until(self._markers(), parts.append)
-        name = "".join(parts).strip()
-        if end not in (ARG_KEY, END_CALL) or not self._is_function(name):
-            self._content("".join(parts))
-            self._rest = (end or "") + self._rest
-            return
-        self._start_call(name)
-        properties = self._tools.get(name, {})
-        separator = "{"
-        while end == ARG_KEY:
-            parts = []
-            if (end := (yield from self._read_until(self._markers(), parts.append))) != END_ARG_KEY:
-                self._content("".join(parts))
-                break
-            if (end := (yield from self._read_until(self._markers(), self._content))) != ARG_VALUE:
-                break
-            key = "".join(parts)
-            self._argument(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            end = yield from self._read_value(END_ARG_VALUE, is_text(properties.get(key)))
-            if end is not None:
-                end = yield from self._read_until(self._markers(), self._content)
-        if end == END_CALL:
-            self._argument("{}" if separator == "{" else "}")
-        else:
-            self._rest = (end or "") + self._rest
+class _DeepSeekV31(_DeepSeek):
+    head, tail, between = f"{CALL_BEGIN}{{name}}{CALL_SEPARATOR}", CALL_END, ""
 
 
-class _Elements(ToolCallParser):
-    """Base class for calls whose function and arguments are elements with tags:
+class _Tagged(ToolCallParser):
+    """Base class of formats with `parameter`. A call has these tags, with white space between them:
 
-    function NAME end_name
-    parameter KEY end_name VALUE end_parameter      # for each argument
-    end_function
+    outer  function NAME end_name  (key KEY end_key  value VALUE end_value)...  end
+
+    Attributes:
+      outer, value: "" if the format has no such tag.
+      end_name: "" if the name ends before the next tag.
+      default_is_text: whether values of parameters that the schema does not declare are texts.
+      is_in_lines: whether a line break after `end_key` and before `end_value` does not belong to the value.
     """
 
-    function = parameter = end_name = end_parameter = end_function = ""
+    outer = function = end_name = end = key = end_key = value = end_value = ""
+    default_is_text, is_in_lines = True, False
 
-    def _read_elements(self) -> Steps[None]:
-        """Consume the rest of a call after `function`."""
-        name = yield from self._read_header()
-        if name is None:
+    def _read_call(self, marker: str) -> Steps[None]:
+        if marker != (self.outer or self.function):
+            return
+        if self.outer:
+            space = yield from self._read_space()
+            if not (yield from self._read_prefix(self.function)):
+                self._content(space)
+                return
+        if (name := (yield from self._read_header(self.end_name))) is None:
             return
         self._start_call(name)
         separator = "{"
-        while True:
-            yield from self._read_space()
-            if (yield from self._read_prefix(self.end_function)):
-                self._argument("{}" if separator == "{" else "}")
-                return
-            if not (yield from self._read_prefix(self.parameter)):
-                return
-            if (header := (yield from self._read_header())) is None:
-                return
-            key, is_string = self._key_of(name, header)
+        while (tag := (yield from self._read_tag(self.key, self.end))) == self.key:
+            header = yield from self._read_header(self.end_key)
+            if header is None or (self.value and (yield from self._read_tag(self.value)) is None):
+                continue
+            key, _, attribute = header.partition('" string="')  # of DSML
+            properties = self._tools.get(name, {})
+            is_string = is_text(properties[key]) if key in properties else self.default_is_text
             self._argument(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if (yield from self._read_value(self.end_parameter, is_string)) is None:
+            if not (yield from self._read_value(attribute != "false" if attribute else is_string)):
                 return
+        if tag is not None:
+            self._argument("{}" if separator == "{" else "}")
 
-    def _read_header(self) -> Steps[str | None]:
-        """Consume the text up to `end_name`. Return it; None if it cannot be a name, so that it is content."""
-        parts: list[str] = []
-        end = yield from self._read_until((self.end_name, "\n", *self.ends), parts.append)
-        text = "".join(parts)
-        if end == self.end_name and self._is_function(text):
-            return text
-        self._content(text + ("\n" if end == "\n" else ""))
+    def _read_tag(self, *tags: str) -> Steps[str | None]:
+        """Consume and return one of the tags; None before another marker. Text before the tag is content, except white
+        space around it."""
+        found = yield from self._read_until((*tags, *self._markers), self._content)
+        if found in tags:
+            self._space, self._is_after_call = "", True
+            return found
+        self._rest = (found or "") + self._rest
         return None
 
-    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
-        """Return the key of an argument of a function, and whether its value is a text."""
-        raise NotImplementedError
+    def _read_header(self, end: str) -> Steps[str | None]:
+        """Consume a name and the marker after it, which is in the same line, or a name before any tag if the marker is
+        "". Return the name; None if the text cannot be a name, so that it is content."""
+        parts: list[str] = []
+        ends = (end,) if end else (self.key, self.end)
+        others = ("\n", *self._markers) if end else self._markers
+        found = yield from self._read_until((*ends, *others), parts.append)
+        if found != end:
+            self._rest = (found or "") + self._rest
+        text = "".join(parts)
+        name = text if end else text.strip()
+        if found in ends and self._is_function(name):
+            return name
+        self._content(text)
+        return None
 
+    def _read_value(self, is_string: bool) -> Steps[bool]:
+        """Consume a value that is a text, or JSON without quotation marks for texts. Add it to the arguments.
 
-class _QwenCoder(_Elements):
-    """Calls in <tool_call>. A line break after the tag of a parameter and before its end does not belong to the value.
-    The chat template writes constants as Python does."""
-
-    ends = _Hermes.ends
-    function, parameter, end_name, end_parameter, end_function = FUNCTION, PARAMETER, ">", END_PARAMETER, END_FUNCTION
-
-    def _markers(self) -> tuple[str, ...]:
-        return CALL, END_CALL, *self.ends
-
-    def _read_call(self, marker: str) -> Steps[None]:
-        if marker != CALL:
-            return
-        space = yield from self._read_space()
-        if (yield from self._read_prefix(self.function)):
-            yield from self._read_elements()
-        else:
-            self._content(space)
-
-    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
-        properties = self._tools.get(name, {})
-        return header, header not in properties or is_text(properties[header])
-
-    def _read_value(self, end: str, is_string: bool) -> Steps[str | None]:
-        yield from self._read_prefix("\n")
-        if not is_string:
-            parts: list[str] = []
-            marker = yield from self._read_until((end,), parts.append)
-            if marker is not None:
-                text = "".join(parts).strip()
-                self._argument(_as_json({"True": "true", "False": "false", "None": "null"}.get(text, text)))
-            return marker
-        self._held = ""
-        return (yield from super()._read_value(end, is_string))
+        Returns:
+          Whether the value has an end.
+        """
+        ends: tuple[str, ...] = (self.end_value,)
+        if self.is_in_lines:
+            yield from self._read_prefix("\n")
+            ends = (f"\n{self.end_value}", *ends)
+        parts: list[str] = []
+        if is_string:
+            self._argument('"')
+        end = yield from self._read_until(ends, self._string_part if is_string else parts.append)
+        if end is not None:
+            self._argument('"' if is_string else _as_json("".join(parts)))
+        return end is not None
 
     def _string_part(self, text: str) -> None:
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""  # it is lost if the value ends here
-        if text := text.removesuffix("\n"):
-            super()._string_part(text)
+        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
-class _Dsml(_Elements):
-    """Calls of DeepSeek V3.2 and V4. An attribute of each parameter says whether its value is a text."""
-
-    ends = _DeepSeek.ends
-    function, end_function = f'<{DSML}invoke name="', f"</{DSML}invoke>"
-    parameter, end_parameter, end_name = f'<{DSML}parameter name="', f"</{DSML}parameter>", '">'
-
-    def _markers(self) -> tuple[str, ...]:
-        blocks = [f"{start}{DSML}{name}>" for start in ("<", "</") for name in ("function_calls", "tool_calls")]
-        return (self.function, *blocks, *self.ends)
-
-    def _read_call(self, marker: str) -> Steps[None]:
-        if marker == self.function:
-            yield from self._read_elements()
-
-    def _key_of(self, name: str, header: str) -> tuple[str, bool]:
-        key, _, is_string = header.partition('" string="')
-        return key, is_string != "false"
+class _QwenCoder(_Tagged):
+    ends, markers = QWEN_ENDS, (CALL, END_CALL)
+    head, tail, between = f"{CALL}\n<function={{name}}>\n", f"</function>\n{END_CALL}", "\n"
+    parameter, after_value = "<parameter={name}>\n", "\n</parameter>\n"
+    outer, function, end_name, end = CALL, "<function=", ">", "</function>"
+    key, end_key, end_value = "<parameter=", ">", "</parameter>"
+    is_in_lines = True
 
 
-def properties_of(schema: Any) -> Mapping[str, Any]:
-    """Return the properties of the JSON schema of an object; empty if the schema declares none."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
+class _Glm(_Tagged):
+    head, tail, between = f"{CALL}{{name}}", END_CALL, ""
+    parameter, after_value = "<arg_key>{name}</arg_key><arg_value>", "</arg_value>"
+    function, end = CALL, END_CALL
+    key, end_key, value, end_value = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+    ends, markers = GLM_ENDS, (function, end, key, end_key, value, end_value)
+    default_is_text = False
 
 
-def is_text(schema: Any) -> bool:
-    """Return whether GLM and others write the values of a JSON schema without quotation marks."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+class _Dsml(_Tagged):
+    first, between, last = f"<{DSML}function_calls>\n", "", f"</{DSML}function_calls>"
+    head, tail = f'<{DSML}invoke name="{{name}}">\n', f"</{DSML}invoke>\n"
+    parameter = f'<{DSML}parameter name="{{name}}" string="{{is_text}}">'
+    after_value = f"</{DSML}parameter>\n"
+    function, end_name, end = f'<{DSML}invoke name="', '">', f"</{DSML}invoke>"
+    key, end_key, end_value = f'<{DSML}parameter name="', '">', f"</{DSML}parameter>"
+    blocks = tuple(f"{start}{DSML}{name}>" for name in ("function_calls", "tool_calls") for start in ("<", "</"))
+    ends, markers = DEEPSEEK_ENDS, (function, *blocks)
+
+
+class _DsmlV4(_Dsml):
+    first, last = f"<{DSML}tool_calls>\n", f"</{DSML}tool_calls>"
 
 
 def _as_json(text: str) -> str:
-    """Return a text unchanged if it is JSON, otherwise as a JSON string."""
+    """Return a text unchanged if it is JSON or a constant of Python, otherwise as a JSON string."""
+    constants = {"True": "true", "False": "false", "None": "null"}  # the chat template of Qwen3-Coder writes them
+    text = constants.get(text.strip(), text)
     try:
         json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
@@ -458,13 +419,16 @@ def _reject(constant: str) -> None:
 
 
 class _Harmony(ToolCallParser):
-    """Messages of gpt-oss. A message to functions.NAME is a call, all other messages are content."""
+    """Messages of gpt-oss. A message to functions.NAME is a call, all other messages are content. The token <|call|>,
+    which is an end-of-sequence token, follows a call."""
+
+    head = f"{CHANNEL}commentary to=functions.{{name}} <|constrain|>json{MESSAGE}"
 
     def _parse(self) -> Steps[None]:
         marker: str | None = ""
         while marker is not None:
             self._header, self._is_text = "", False
-            marker = yield from self._read_until((START, CHANNEL, MESSAGE, *MESSAGE_ENDS), self._hold_recipient)
+            marker = yield from self._read_until((CHANNEL, MESSAGE, *MESSAGE_ENDS), self._hold_recipient)
             if marker in (START, CHANNEL):
                 header: list[str] = [self._header, " "]
                 marker = yield from self._read_until((MESSAGE, *MESSAGE_ENDS), header.append)
@@ -506,17 +470,38 @@ def _is_header_word(word: str) -> bool:
     return word.startswith("to=") or any(known.startswith(word) for known in _HEADER_WORDS)
 
 
-_PARSERS: dict[str, type[ToolCallParser]] = {
+PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": _Hermes,
     "qwen3_coder": _QwenCoder,
     "llama3_json": _Llama,
     "deepseek_v3": _DeepSeek,
-    "deepseek_v31": _DeepSeek,
+    "deepseek_v31": _DeepSeekV31,
     "deepseek_v32": _Dsml,
-    "deepseek_v4": _Dsml,
-    "glm": _GLM,
+    "deepseek_v4": _DsmlV4,
+    "glm": _Glm,
     "gpt_oss": _Harmony,
 }
+"""Formats of tool calls by name."""
+
+
+class ForcedCallParser(ToolCallParser):
+    """Parser of an output of a model without a format, which a grammar forces to be the arguments of the function
+    `name` or, if `name` is None, a JSON array of objects with name and parameters."""
+
+    def __init__(self, name: str | None):
+        self._name = name
+        super().__init__()
+
+    def _parse(self) -> Steps[None]:
+        if self._name is not None:
+            self._start_call(self._name)
+            yield from self._read_all(self._argument)
+        while (yield from self._read_until(("{",), self._content)) is not None:
+            self._rest = "{" + self._rest
+            yield from self._read_json_call()
+
+    def _content(self, text: str) -> None:
+        """Ignore the brackets and commas of the array."""
 
 
 def tool_call_parser(family: str | None, tools: Sequence[Tool] | None = None) -> ToolCallParser:
@@ -532,6 +517,6 @@ def tool_call_parser(family: str | None, tools: Sequence[Tool] | None = None) ->
     """
     if family is None:
         return ToolCallParser()
-    if family not in _PARSERS:
-        raise ValueError(f"family: expected one of {', '.join(_PARSERS)} or None, got {family!r}")
-    return _PARSERS[family](tools or ())
+    if family not in PARSERS:
+        raise ValueError(f"family: expected one of {', '.join(PARSERS)} or None, got {family!r}")
+    return PARSERS[family](tools or ())

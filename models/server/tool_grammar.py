@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
 
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.engine import StructuredOutputs
-from pallas_attn.models.server.reasoning import (
+from pallas_attn.models.server.formats import (
     CHANNEL,
     END,
     END_THINK,
@@ -20,29 +20,12 @@ from pallas_attn.models.server.reasoning import (
     START,
     THINK,
     ParserNames,
-    starts_in_reasoning,
-)
-from pallas_attn.models.server.tool_calls import (
-    ARG_KEY,
-    ARG_VALUE,
-    CALL,
-    CALL_BEGIN,
-    CALL_END,
-    CALL_SEPARATOR,
-    CALLS_BEGIN,
-    CALLS_END,
-    DSML,
-    END_ARG_KEY,
-    END_ARG_VALUE,
-    END_CALL,
-    END_FUNCTION,
-    END_PARAMETER,
-    FUNCTION,
-    PARAMETER,
     Tool,
     is_text,
     properties_of,
 )
+from pallas_attn.models.server.reasoning import starts_in_reasoning
+from pallas_attn.models.server.tool_calls import PARSERS, ToolCallParser
 
 # Spaces as `json.dumps` writes them. With free white space, a model may generate white space without end.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -130,27 +113,11 @@ def tool_grammar(
         raise ValueError(f"tool_choice: expected the name of a tool ({known}), got {name!r}")
     if names.tool_calls is None:
         raise NotImplementedError("tool_choice: the chat template of the model has no known format of tool calls")
-    lark = _Lark(tokenizer)
-    calls = [_FORMATS[names.tool_calls](lark, function["name"], _parameters(function)) for function in functions]
-    one = lark.rule(" | ".join(calls))
-    is_one = name is not None or not parallel
-    match names.tool_calls:
-        case "deepseek_v3":
-            many = one if is_one else f'{one} ("\\n" {one})*'
-            start = f"{lark.text(CALLS_BEGIN)} {many} {lark.text(CALLS_END)}"
-        case "deepseek_v31":
-            start = f"{lark.text(CALLS_BEGIN)} {one if is_one else f'{one}+'} {lark.text(CALLS_END)}"
-        case "deepseek_v32" | "deepseek_v4":
-            block = "function_calls" if names.tool_calls == "deepseek_v32" else "tool_calls"
-            many = one if is_one else f"{one}+"
-            start = f"{lark.text(f'<{DSML}{block}>\n')} {many} {lark.text(f'</{DSML}{block}>')}"
-        case "hermes" | "qwen3_coder":
-            start = one if is_one else f'{one} ("\\n" {one})*'
-        case "glm":
-            start = one if is_one else f"{one}+"
-        case _:
-            start = one
-    return lark.grammar(_after_reasoning(lark, names, prompt, start))
+    lark, form = _Lark(tokenizer), PARSERS[names.tool_calls]
+    one = lark.rule(" | ".join([_call(lark, form, function) for function in functions]))
+    is_one = name is not None or not parallel or form.between is None
+    many = one if is_one else f"{one} ({lark.text(form.between or '')} {one})*"
+    return lark.grammar(_after_reasoning(lark, names, prompt, f"{lark.text(form.first)} {many} {lark.text(form.last)}"))
 
 
 def answer_grammar(
@@ -193,88 +160,45 @@ def _after_reasoning(lark: _Lark, names: ParserNames, prompt: str, answer: str) 
     return f"({lark.text(THINK)} {lark.up_to(END_THINK)} {space})? {answer}"
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of the arguments of a function."""
-    parameters = function.get("parameters")
-    if parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise ValueError(f"tools: expected parameters of {function['name']} to be the schema of an object")
-    return {**parameters, "type": "object"}
+def _call(lark: _Lark, form: type[ToolCallParser], function: Mapping[str, Any]) -> str:
+    """Return an expression for a call of a function."""
+    name, schema = function["name"], function.get("parameters")
+    if schema is None:
+        schema = {"properties": {}, "additionalProperties": False}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise ValueError(f"tools: expected parameters of {name} to be the schema of an object")
+    schema = {**schema, "type": "object"}
+    arguments = (
+        _json(lark, schema) if form.parameter is None else _values(lark, schema, form.parameter, form.after_value)
+    )
+    return lark.rule(f"{lark.text(form.head.replace('{name}', name))} {arguments} {lark.text(form.tail)}")
 
 
-def _json(schema: Mapping[str, Any] | bool) -> str:
-    return f"%json {json.dumps({'x-guidance': _COMPACT, **schema} if isinstance(schema, Mapping) else schema)}"
+def _json(lark: _Lark, schema: Mapping[str, Any] | bool) -> str:
+    """Return an expression for JSON that matches a schema."""
+    given = {"x-guidance": _COMPACT, **schema} if isinstance(schema, Mapping) else schema
+    return lark.rule(f"%json {json.dumps(given)}")
 
 
-def _hermes(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    start = lark.text(CALL, f'\n{{"name": {json.dumps(name)}, "arguments": ')
-    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text('}\n', END_CALL)}")
-
-
-def _llama(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    start = lark.text(f'{{"name": {json.dumps(name)}, "parameters": ')
-    return lark.rule(f'{start} {lark.rule(_json(schema))} "}}"')
-
-
-def _deepseek_v3(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    start = lark.text(CALL_BEGIN, "function", CALL_SEPARATOR, f"{name}\n```json\n")
-    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text('\n```', CALL_END)}")
-
-
-def _deepseek_v31(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    start = lark.text(CALL_BEGIN, name, CALL_SEPARATOR)
-    return lark.rule(f"{start} {lark.rule(_json(schema))} {lark.text(CALL_END)}")
-
-
-def _harmony(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    """The token <|call|> follows. It is an end-of-sequence token of the model."""
-    start = lark.text(CHANNEL, f"commentary to=functions.{name} ", "<|constrain|>", "json", MESSAGE)
-    return lark.rule(f"{start} {lark.rule(_json(schema))}")
-
-
-def _glm(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    def start(key: str, is_string: bool) -> str:
-        return lark.text(ARG_KEY, key, END_ARG_KEY, ARG_VALUE)
-
-    return lark.rule(f"{lark.text(CALL, name)} {_values(lark, schema, start, END_ARG_VALUE)} {lark.text(END_CALL)}")
-
-
-def _qwen_coder(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    def start(key: str, is_string: bool) -> str:
-        return lark.text(f"{PARAMETER}{key}>\n")
-
-    head, tail = lark.text(CALL, f"\n{FUNCTION}{name}>\n"), lark.text(f"{END_FUNCTION}\n", END_CALL)
-    return lark.rule(f"{head} {_values(lark, schema, start, f'\n{END_PARAMETER}\n')} {tail}")
-
-
-def _dsml(lark: _Lark, name: str, schema: Mapping[str, Any]) -> str:
-    def start(key: str, is_string: bool) -> str:
-        return lark.text(f'<{DSML}parameter name="{key}" string="{json.dumps(is_string)}">')
-
-    head, tail = lark.text(f'<{DSML}invoke name="{name}">\n'), lark.text(f"</{DSML}invoke>\n")
-    return lark.rule(f"{head} {_values(lark, schema, start, f'</{DSML}parameter>\n')} {tail}")
-
-
-def _values(lark: _Lark, schema: Mapping[str, Any], start: Callable[[str, bool], str], end: str) -> str:
+def _values(lark: _Lark, schema: Mapping[str, Any], parameter: str, end: str) -> str:
     """Return an expression for arguments whose texts have no quotation marks.
 
     Args:
       lark: the grammar.
       schema: JSON schema of the arguments.
-      start: function that returns the expression before a value, from its key and whether it is a text.
-      end: marker after a value.
+      parameter, end: `ToolCallParser.parameter` and `ToolCallParser.after_value`.
     """
     names = schema.get("required")
     required = names if isinstance(names, list) else []
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     entries = []
     for key, value in properties_of(schema).items():
+        start = lark.text(parameter.replace("{name}", key).replace("{is_text}", json.dumps(is_text(value))))
         if is_text(value):
-            entry = f"{start(key, True)} {_text(lark, value, end)}"
+            entry = f"{start} {_text(lark, value, end)}"
         else:
             whole = {**definitions, **value} if isinstance(value, Mapping) else value
-            entry = f"{start(key, False)} {lark.rule(_json(whole))} {lark.text(end)}"
+            entry = f"{start} {_json(lark, whole)} {lark.text(end)}"
         entries.append(lark.rule(entry) + ("" if key in required else "?"))
     return " ".join(entries)
 
@@ -290,16 +214,3 @@ def _text(lark: _Lark, schema: Mapping[str, Any], end: str) -> str:
         return lark.up_to(end, f"{before}(?:{body}){after}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return lark.up_to(end, f"(?s:.{{{least},{most}}})" if least or most != "" else _ANY_TEXT)
-
-
-_FORMATS: dict[str, Callable[[_Lark, str, Mapping[str, Any]], str]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen_coder,
-    "llama3_json": _llama,
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v31": _deepseek_v31,
-    "deepseek_v32": _dsml,
-    "deepseek_v4": _dsml,
-    "glm": _glm,
-    "gpt_oss": _harmony,
-}

@@ -68,7 +68,7 @@ def calls_of(parser: ToolCallParser, parts: Sequence[str]) -> list[str | tuple[s
                 joined.append((name, arguments))
             case ToolCallDelta(index, None, None, arguments):
                 assert index == len(ids) - 1
-                assert isinstance(last, tuple)
-                joined[-1] = last[0], last[1] + arguments
+                at = max(i for i, other in enumerate(joined) if isinstance(other, tuple))
+                joined[at] = joined[at][0], joined[at][1] + arguments
     assert len(set(ids)) == len(ids)
     return joined

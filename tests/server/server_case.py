@@ -23,9 +23,9 @@ from pallas_attn.models.decoder import Decoder
 from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.limits import ServerLimits
-from pallas_attn.models.server.reasoning import ParserNames
-from pallas_attn.models.server.server import Server, ServerOptions, listen
+from pallas_attn.models.server.formats import ParserNames
+from pallas_attn.models.server.options import ServerLimits, ServerOptions
+from pallas_attn.models.server.server import Server, listen
 from tests.models import llm_case
 
 NAME = "tiny"
@@ -83,7 +83,6 @@ class Running:
         """Wait until no request is unfinished and all pages are free. Raise TimeoutError if this does not happen."""
         end = time.monotonic() + timeout_s
         engine = self.server.engine
-        assert engine is not None
         while time.monotonic() < end:
             is_idle = not (engine.num_unfinished or self.llm.has_unfinished or self.llm.engine.has_unfinished)
             if is_idle and self.llm.engine.stats().used_pages == 0:
@@ -117,7 +116,7 @@ def serving(
     given, own = ServerLimits(**limits), DEFAULTS | {"max_len": llm.engine.max_sequence_len} | options
     of_engine, of_server = socket.socketpair()
     engine = EngineThread(llm, of_engine, given)
-    server = Server(of_server, [_loaded(folder)[2]], ServerOptions(**own), given)
+    server = Server(of_server, [_loaded(folder)[2]], ServerOptions(**own, limits=given))
     result: list[str | None] = []
     listener = listen("127.0.0.1", 0)
     listener.listen()

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pallas_attn.models.llm import LLM, Generation, SamplingParams
-from pallas_attn.models.server.reasoning import ParserNames
+from pallas_attn.models.server.formats import ParserNames
 from tests.models import llm_case
 from tests.server.server_case import NAME, Running, events, load, serving
 

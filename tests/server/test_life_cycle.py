@@ -21,8 +21,8 @@ from pallas_attn.models.llm import LLM
 from pallas_attn.models.llm.token_filters import GrammarFilter
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.limits import ServerLimits
-from pallas_attn.models.server.server import Server, ServerOptions, listen
+from pallas_attn.models.server.options import ServerLimits, ServerOptions
+from pallas_attn.models.server.server import Server, listen
 from tests.server.server_case import DEFAULTS, Running, events, load, request, serving
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 120, "ignore_eos": True, "seed": 1}
@@ -119,7 +119,6 @@ def test_disconnect_frees_the_pages_before_the_next_step(server: Running, steps:
         wait_for(lambda: steps.count >= 4)
         assert server.llm.engine.stats().used_pages > 0
         engine = server.server.engine
-        assert engine is not None
     wait_for(lambda: engine.num_unfinished == 0)
     count = steps.count
     server.wait_until_idle()
@@ -180,7 +179,6 @@ def test_overload(folder: Path, llm: LLM, steps: Steps) -> None:
     with serving(folder, {"max_requests": 6, "max_waiting": 3}, llm=llm) as server:
         steps.delay_s = 0.2
         engine = server.server.engine
-        assert engine is not None
         first = Background(server, 3, max_tokens=100)
         wait_for(lambda: engine.num_unfinished == 3 and engine.num_waiting == 0)
         second = Background(server, 3, max_tokens=100)
@@ -294,7 +292,6 @@ def test_failed_step_fails_its_requests_and_the_next_request_succeeds(server: Ru
     steps.delay_s = 0.05
     normal, streamed = Background(server, 2), Background(server, 1, stream=True)
     engine = server.server.engine
-    assert engine is not None
     wait_for(lambda: engine.num_unfinished == 3 and engine.num_waiting == 0)
     steps.errors.append(RuntimeError("device lost\nsecond line"))
     assert normal.join() == [500, 500]
@@ -324,7 +321,6 @@ def test_step_that_hangs_ends_the_server(folder: Path, llm: LLM, steps: Steps) -
         assert complete(server, max_tokens=20).status_code == 200  # many steps that together take longer
         time.sleep(0.6)  # a wait for requests is no step
         engine = server.server.engine
-        assert engine is not None
         assert engine.is_alive
         steps.delay_s = 2.5
         response = complete(server)
@@ -355,7 +351,7 @@ def test_failed_warmup_ends_the_server(folder: Path, llm: LLM, monkeypatch: pyte
     monkeypatch.setattr(llm.engine, "warmup", fail)
     of_engine, of_server = socket.socketpair()
     EngineThread(llm, of_engine, ServerLimits())
-    server = Server(of_server, [], ServerOptions(**DEFAULTS), ServerLimits())
+    server = Server(of_server, [], ServerOptions(**DEFAULTS))
     assert asyncio.run(server.run(listen("127.0.0.1", 0))) == "MemoryError: no memory"
 
 
@@ -381,7 +377,6 @@ def test_bug_in_a_handler_is_an_internal_error(server: Running, monkeypatch: pyt
 
 def test_requests_before_the_engine_is_ready(server: Running) -> None:
     engine = server.server.engine
-    assert engine is not None
     engine.is_ready = False
     with server.client() as client:
         assert client.get("/ready").status_code == 503

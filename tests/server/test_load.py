@@ -165,7 +165,6 @@ def assert_nothing_leaked(running: Running) -> None:
     """Check that no request owns pages or a request slot, and that no object waits for a client."""
     running.wait_until_idle()
     llm, thread, engine = running.llm, running.thread, running.server.engine
-    assert engine is not None
     (scheduler,) = llm.engine._ranks.schedulers
     assert sorted(scheduler._free_slots) == [*range(llm.engine.config.max_num_seqs)]
     assert not any((llm._open, llm._waiting, llm._ended))

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_attn.models.server.reasoning import ParserNames, family_of, reasoning_parser
+from pallas_attn.models.server.formats import ParserNames, family_of
+from pallas_attn.models.server.reasoning import reasoning_parser
 from scripts.tools.chat_layouts import LLAMA, QWEN
 from tests.server.parser_case import cuts_of, parts_of, reasoning_of
 

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from pallas_attn.models.cli import serve
-from pallas_attn.models.server.limits import ServerLimits
+from pallas_attn.models.server.options import ServerLimits
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--implementation", "reference", "--dtype", "float32", "--max-num-seqs", "1", "--max-batched-tokens", "32")

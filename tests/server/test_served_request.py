@@ -13,10 +13,9 @@ import pytest
 
 from pallas_attn.models.llm import Delta
 from pallas_attn.models.server.engine_client import ServedRequest
-from pallas_attn.models.server.limits import ApiError
 from pallas_attn.models.server.messages import Part
 from pallas_attn.models.server.metrics import Histogram, Metrics
-from pallas_attn.models.server.prepare import CompletionWork
+from pallas_attn.models.server.options import ApiError
 from pallas_attn.models.server.protocol import CompletionRequest
 from pallas_attn.models.server.responses import CompletionReply
 
@@ -120,7 +119,7 @@ def test_unread_tokens_are_those_of_streams_that_nobody_has_taken():
 def reply(**fields: Any) -> CompletionReply:
     request = CompletionRequest(prompt="a", **fields)
     prompts: Any = [types.SimpleNamespace(ids=[1])]
-    return CompletionReply(CompletionWork(request, prompts, [], False, []), "100%b {model}")
+    return CompletionReply(request, prompts, "100%b {model}")
 
 
 def test_events_and_the_whole_response_have_the_same_content():

@@ -145,6 +145,11 @@ CASES = {
         "<tool_call>weather<arg_key>city</arg_key></tool_call>b",
         [("weather", "{}"), "b"],
     ),
+    "glm: text between tags": (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key>a<arg_value>b</arg_value>c</tool_call>",
+        [("weather", '{"city": "b"}'), "ac"],
+    ),
     "glm: broken key": ("glm", "<tool_call>weather<arg_key>a<arg_key>b", [("weather", ""), "ab"]),
     "qwen coder": (
         "qwen3_coder",
@@ -169,7 +174,12 @@ CASES = {
     "qwen coder: unfinished": (
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=city>\nPar\n",
-        [("weather", '{"city": "Par')],
+        [("weather", '{"city": "Par\\n')],
+    ),
+    "qwen coder: text before a parameter": (
+        "qwen3_coder",
+        "<tool_call><function=weather>\na\n<parameter=city>\nb\n</parameter></function></tool_call>",
+        [("weather", '{"city": "b"}'), "a"],
     ),
     "qwen coder: no function": ("qwen3_coder", "a<tool_call>\nb</tool_call>", ["a\nb"]),
     "qwen coder: no name": ("qwen3_coder", "a<tool_call><function=>b</tool_call>", ["ab"]),

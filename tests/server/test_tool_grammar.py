@@ -11,7 +11,8 @@ from pallas_attn.models.checkpoints import load_tokenizer
 from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.engine import StructuredOutputs
 from pallas_attn.models.llm.token_filters import GrammarFilter, GrammarTokenizer
-from pallas_attn.models.server.reasoning import ParserNames, reasoning_parser
+from pallas_attn.models.server.formats import ParserNames
+from pallas_attn.models.server.reasoning import reasoning_parser
 from pallas_attn.models.server.tool_calls import tool_call_parser
 from pallas_attn.models.server.tool_grammar import answer_grammar, tool_grammar
 from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, write

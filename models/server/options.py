@@ -1,9 +1,13 @@
-"""Limits of the server, and the error that a request gets if it exceeds one."""
+"""Options and limits of the server, and the error that a request gets."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from pallas_attn.models.server.formats import ParserNames
 
 
 def _limit(default: Any, text: str) -> Any:
@@ -36,6 +40,45 @@ class ServerLimits:
     max_engine_errors: int = _limit(3, "failed steps in succession after which the server exits")
 
 
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server.
+
+    Attributes:
+      names: names of the model in requests and responses, at least one.
+      max_len: maximum number of tokens of a sequence, prompt and output.
+      families: names of the parsers of reasoning and tool calls.
+      limits: limits of requests and connections.
+      api_keys: accepted API keys; empty if requests need no key.
+      allowed_origins: origins of web pages that may read responses.
+      allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
+      grace_s: seconds after `Server.stop` in which running requests may end.
+      defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
+      access_log: whether a line is logged for each request.
+      tokenizer: folder of the tokenizer; None for a model without tokenizer.
+      text_workers: number of threads for tokenization.
+      prog: name of the command, for errors.
+    """
+
+    names: Sequence[str]
+    max_len: int
+    families: ParserNames
+    limits: ServerLimits = ServerLimits()
+    api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] | None = None
+    grace_s: float = 30.0
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    access_log: bool = False
+    tokenizer: Path | None = None
+    text_workers: int = 1
+    prog: str = "pallas-attn serve"
+
+
+type ErrorFields = tuple[str, int, str | None, str | None]
+"""Arguments of `ApiError`, for messages between processes."""
+
+
 class ApiError(Exception):
     """A request fails. The client gets OpenAI's error object.
 
@@ -46,9 +89,14 @@ class ApiError(Exception):
       code: short code for programs; None for no code.
     """
 
-    def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None):
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message[:2000], status, param, code
+
+    @property
+    def fields(self) -> ErrorFields:
+        """Arguments for an equal error."""
+        return self.message, self.status, self.param, self.code
 
     @property
     def content(self) -> dict[str, Any]:
@@ -57,18 +105,3 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = kinds.get(self.status, kind)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def check_depth(value: Any, limit: int) -> None:
-    """Raise ApiError if arrays and objects of a decoded JSON value are nested deeper than the limit."""
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise ApiError(f"request: expected JSON with at most {limit} nested arrays and objects", code="too_deep")

@@ -1,0 +1,76 @@
+"""Formats of reasoning and tool calls of the model families: markers, and the choice from a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+type Tool = Mapping[str, Any]
+"""Tool of a request: {"type": "function", "function": {"name": ..., "parameters": JSON schema}}."""
+
+THINK, END_THINK = "<think>", "</think>"
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+MESSAGE_ENDS = (END, "<|return|>", "<|call|>", "<|endoftext|>", START)
+"""Special tokens that end a message of gpt-oss."""
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DSML = "｜DSML｜"
+
+QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
+DEEPSEEK_ENDS = ("<｜end▁of▁sentence｜>",)
+GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+THINK_ENDS = (*QWEN_ENDS, *DEEPSEEK_ENDS, *GLM_ENDS[1:])
+"""Special tokens that end a message."""
+
+
+class ParserNames(NamedTuple):
+    """Names of the parsers of a model; None for text without tool calls or reasoning.
+
+    Attributes:
+      tool_calls: a key of `tool_calls.PARSERS`.
+      reasoning: an entry of `REASONING`. "think": text in <think> tags. "gpt_oss": the harmony format.
+    """
+
+    tool_calls: str | None
+    reasoning: str | None
+
+
+REASONING = ("think", "gpt_oss")
+"""Formats of reasoning."""
+
+_SIGNS = {
+    "deepseek_v3": (CALL_BEGIN, "```json"),
+    "deepseek_v31": (CALL_BEGIN,),
+    "glm": ("<arg_key>",),
+    "deepseek_v32": (DSML, "function_calls>"),
+    "deepseek_v4": (DSML,),
+    "qwen3_coder": (CALL, "<parameter="),
+    None: (CALL, "<function="),  # an unknown format
+    "hermes": (CALL,),
+}
+"""Texts of a chat template that all belong to a format. The first format applies."""
+
+
+def family_of(model_type: str, chat_template: str | None) -> ParserNames:
+    """Return the names of the parsers of a model, from its model type and its chat template."""
+    template = chat_template or ""
+    if CHANNEL in template or (model_type == "gpt_oss" and chat_template is not None):
+        return ParserNames("gpt_oss", "gpt_oss")
+    reasoning = "think" if END_THINK in template or THINK in template else None
+    for family, signs in _SIGNS.items():
+        if all(sign in template for sign in signs):
+            return ParserNames(family, reasoning)
+    return ParserNames("llama3_json" if model_type == "llama" and "ipython" in template else None, reasoning)
+
+
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """Return the properties of the JSON schema of an object; empty if the schema declares none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether formats with tags write values of a JSON schema without quotation marks."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
