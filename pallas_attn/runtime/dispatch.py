@@ -14,6 +14,7 @@ function of the operation's name that takes the call object, and an entry to `MO
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -115,7 +116,12 @@ def implementations(op: str) -> tuple[str, ...]:
 
 def is_named(implementation: Implementation) -> bool:
     """Return whether the caller or the environment variable selects implementations by name."""
-    return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+    named = implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+    return named and not _EXPLAINS_AUTOMATIC.get()
+
+
+_EXPLAINS_AUTOMATIC = contextvars.ContextVar("explains_automatic", default=False)
+"""Whether `explain` tries candidates of a call that names no implementation. It passes the name of each candidate."""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -287,14 +293,20 @@ class _Chosen:
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
 
-        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
+        named = is_named(self.implementation)
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, named))
 
 
 def _attempt(
-    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]],
+    named: bool,
+    name: str,
+    function: kernel_cache.NamedFunction,
 ) -> Any:
-    """Run a call with one implementation."""
+    """Run a call with one implementation. `named` is whether the caller named it."""
     call, arrays, rest = bounded()
+    if not named and (reason := call.unmeasured(name)):
+        raise NotImplementedError(reason)
     if name not in KERNELS:
         return function(call)
     interprets_triton = name == "triton" and device.interprets_triton()
@@ -353,12 +365,17 @@ def explain(
         args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
-    for name in candidates(chooser, implementation):
-        try:
-            load(chooser, name, named=is_named(implementation))
-            jax.eval_shape(functools.partial(call, name), arrays)
-        except NotImplementedError as refusal:
-            refused[name] = str(refusal)
-        else:
-            return Explanation(op, name, refused)
+    names, named = candidates(chooser, implementation), is_named(implementation)
+    token = _EXPLAINS_AUTOMATIC.set(not named)
+    try:
+        for name in names:
+            try:
+                load(chooser, name, named=named)
+                jax.eval_shape(functools.partial(call, name), arrays)
+            except NotImplementedError as refusal:
+                refused[name] = str(refusal)
+            else:
+                return Explanation(op, name, refused)
+    finally:
+        _EXPLAINS_AUTOMATIC.reset(token)
     return Explanation(op, None, refused)

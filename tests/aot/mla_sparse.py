@@ -5,6 +5,7 @@ dtypes.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from pallas_attn.mosaic.primitives import shared_memory
 from pallas_attn.ops.mla_sparse import mosaic_bf16
 from pallas_attn.ops.mla_sparse.mosaic_fp8 import SparseFp8Scratch
 from pallas_attn.ops.mla_sparse.mosaic_items import SparseStatic
-from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, POWER_OF_TWO, SMALL_LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 
 ROWS, TOKENS, TOP_K, WINDOW = 64, 64, 2048, 128
@@ -39,7 +40,7 @@ class Configuration:
       out: dtype of the output; None for the dtype of the queries.
       pages: number of pages of the pool.
       extra: whether the call has a second cache, sinks and no rotated columns, as in DeepSeek-V4. The first cache then
-        has a window of 128 tokens.
+        has a window of 128 tokens. With `quantised`, the caches have records of 584 bytes.
     """
 
     latent_dim: int = 512
@@ -65,12 +66,17 @@ class Configuration:
     @property
     def arguments(self) -> dict[str, Any]:
         """Shapes of the arguments of a call."""
+        kind: dict[str, Any] = {"dtype": self.dtype}
+        if self.quantised:
+            kind = {"dtype": LATENT_8BIT, "rope_dtype": self.dtype}
+        if self.records:
+            kind["scale_dtype"] = POWER_OF_TWO
         spec = latent_cache_spec(
             num_pages=self.pages,
             page_size=64,
-            latent_dim=self.latent_dim,
-            rope_dim=self.rope_dim,
-            **({"dtype": LATENT_8BIT, "rope_dtype": self.dtype} if self.quantised else {"dtype": self.dtype}),
+            latent_dim=self.latent_dim - (64 if self.records else 0),
+            rope_dim=64 if self.records else self.rope_dim,
+            **kind,
         )
         arguments = {
             "q_latent": shape(self.tokens, self.heads, self.latent_dim, dtype=self.dtype),
@@ -85,6 +91,11 @@ class Configuration:
         return arguments
 
     @property
+    def records(self) -> bool:
+        """Whether latents have scales that are powers of two."""
+        return self.extra and self.quantised
+
+    @property
     def rope_dim(self) -> int:
         return 0 if self.extra else 64
 
@@ -92,6 +103,8 @@ class Configuration:
     def tile(self) -> Tile:
         """Work of a CTA with `ROWS` heads on one tile of `TOKENS` latents."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
+        if self.records:
+            numbers = self.latent_dim - 64 + 2 * 64 + (self.latent_dim - 64) // SMALL_LATENT_GROUP
         num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + self.rope_dim))
         return Tile(num_bytes, TOKENS * (2 * self.latent_dim + self.rope_dim) * ROWS)
 
@@ -106,6 +119,7 @@ class Configuration:
             "heads": -(-self.heads // 8) * 8,  # for fp8 latents; the kernel for 16-bit latents always has 64 rows
             "splits": 1,
             "sm_scale": 0.1,
+            "small_groups": self.records,
         }
         if self.quantised:
             return shared_memory.block_bytes(SparseFp8Scratch.types(SparseStatic(**facts), self.dtype))
@@ -139,9 +153,9 @@ def configurations() -> Iterator[Configuration]:
         yield Configuration(256, 64, quantised=quantised)
         yield Configuration(128, 64, quantised=quantised)
         yield Configuration(heads=20, out=jnp.float32, quantised=quantised)
-    for heads in (16, 64, 128):
-        for tokens in (8, 128, 2048):
-            yield Configuration(heads=heads, tokens=tokens, extra=True)
+    for quantised, heads, tokens in itertools.product((False, True), (16, 64, 128), (8, 128, 2048)):
+        yield Configuration(heads=heads, tokens=tokens, quantised=quantised, extra=True)
+    yield Configuration(320, 20, out=jnp.float32, quantised=True, extra=True)
     yield Configuration(448)
     yield Configuration(dtype=jnp.float16)
 

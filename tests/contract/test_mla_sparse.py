@@ -207,6 +207,18 @@ CASES = {
     "8 bits, all columns are values, wide": replace(
         BASE, rope_dim=0, latent_dim=512, scaled=448, heads=40, cache_dtype="float8_e4m3fn", scattered=True
     ),
+    "two caches, 8 bits, all columns are values": replace(
+        BASE,
+        rope_dim=0,
+        latent_dim=512,
+        scaled=448,
+        heads=64,
+        cache_dtype="float8_e4m3fn",
+        extra=(0, 0, 3, 70, 33, 64, 17),
+        garbage=(-7, 2**31 - 1),
+        scattered=True,
+        sinks=True,
+    ),
     "sinks": replace(BASE, sinks=True),
     "sinks, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True, sinks=True),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
@@ -225,6 +237,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
 @slow_cases(
     "mosaic-8 bits", "mosaic-40 heads, wide latents", "mosaic-bfloat16 over 8 bits", "mosaic-bfloat16",
     "mosaic-67 heads, pairs of tiles", "mosaic-two caches, wide", "triton-float16, latents of 96",
+    "mosaic-8 bits, all columns are values, wide", "mosaic-two caches, 8 bits, all columns are values",
 )  # fmt: skip
 @backends.every_case("mla_sparse", CASES)
 @in_every_run(
@@ -249,9 +262,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
         "rotated columns of 32": "and 0 or 64 rotated ones, got 128 and 32",
         "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
         "float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
-        "two caches, 8 bits": "takes one cache of quantised latents, without learned sinks",
-        "8 bits, all columns are values": "takes one cache of quantised latents, without learned sinks",
-        "8 bits, all columns are values, wide": "takes float32 scales",
+        "two caches, 8 bits": "takes one cache of latents with float32 scales, without learned sinks",
     },
     triton={
         "float32": "takes bfloat16 and float16 queries, got float32",

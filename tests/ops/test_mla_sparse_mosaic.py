@@ -13,11 +13,14 @@ from dataclasses import replace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
-from pallas_attn import mla_sparse
+from pallas_attn import explain, mla_sparse
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.ops.mla_sparse import config
+from pallas_attn.ops.mla_sparse import config, mosaic_sm90
 from tests.contract.backends import MOSAIC
 from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
 from tests.kit import harness
@@ -34,13 +37,15 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16", scattered=True)
 V4 = replace(MANY, rope_dim=0, extra=(70, 0, 3, 64), sinks=True)
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
+RECORDS = replace(V4, latent_dim=512, scaled=448, cache_dtype="float8_e4m3fn")
 
 
 @slow_cases(
     "interpreted-fp8, one CTA", "interpreted-unequal halves", "interpreted-fp8, narrow",
     "interpreted-fp8, splits, halves of 192", "interpreted-splits of two blocks, several items per CTA",
     "interpreted-fp8, many pairs, one CTA", "interpreted-fp8, wide, several items per CTA",
-    "interpreted-fp8, two blocks",
+    "interpreted-fp8, two blocks", "interpreted-records, two blocks, several items per CTA",
+    "interpreted-records, 64 heads, splits", "interpreted-records, unequal halves, one cache, one CTA",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "splits", "programs"),
@@ -55,6 +60,14 @@ FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
         pytest.param(replace(FP8, heads=70), 2, 4, id="fp8, two blocks"),
         pytest.param(replace(FP8, heads=70, latent_dim=512), 1, 3, id="fp8, wide, several items per CTA"),
         pytest.param(replace(FP8, chosen=(170, 60, 9), top_k=1300), 2, 1, id="fp8, many pairs, one CTA"),
+        pytest.param(RECORDS, 1, 3, id="records, two blocks, several items per CTA"),
+        pytest.param(replace(RECORDS, heads=64), 2, 4, id="records, 64 heads, splits"),
+        pytest.param(
+            replace(RECORDS, latent_dim=256, scaled=192, heads=9, extra=(), sinks=False),
+            1,
+            1,
+            id="records, unequal halves, one cache, one CTA",
+        ),
     ],
 )
 def test_splits_and_items(case: SparseCase, splits: int, programs: int) -> None:
@@ -69,6 +82,37 @@ def test_splits_and_items(case: SparseCase, splits: int, programs: int) -> None:
         if not MOSAIC.interpreted:
             harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
     harness.assert_attention_close(got, inputs.expected(), harness.Variant("mosaic").tolerance(case.dtype))
+
+
+def test_scales_of_records_may_differ_by_any_factor() -> None:
+    """Exponents of the scales are from 0 (2**-127) to 118. A scale that the last token selects is NaN."""
+    rng = harness.fresh_rng()
+    case = replace(RECORDS, chosen=(70, 1, 40, 3), top_k=80, heads=5, latent_dim=192, scaled=128, extra=(), sinks=False)
+    arguments = SparseInputs.draw(replace(case, scattered=False), rng, "bfloat16").arguments()
+    exponents = rng.choice([0, 20, 41, 90, 110, 118], arguments["cache"].scale.shape).astype(np.uint8)
+    slot = arguments["slots"][3, 0]
+    exponents.reshape(-1, 2)[slot, 1] = 255
+    is_nan = (arguments["slots"] == slot).any(axis=1)
+    scale = exponents.view(ml_dtypes.float8_e8m0fnu)
+    arguments["cache"] = replace(arguments["cache"], scale=jnp.asarray(scale))
+    call = functools.partial(mla_sparse, sm_scale=SM_SCALE, return_lse=True)
+    got = jax.jit(functools.partial(call, implementation="mosaic"))(**arguments)
+    expected = call(**arguments, implementation="reference", out_dtype=jnp.float32)
+    assert all(np.isnan(np.asarray(x, np.float32)[is_nan]).all() for x in (*got, *expected))
+    got, expected = (tuple(x[~is_nan] for x in results) for results in (got, expected))
+    harness.assert_attention_close(got, expected, harness.Variant("mosaic").tolerance("bfloat16"))
+
+
+def test_kernel_for_records_runs_only_if_it_is_named() -> None:
+    """The kernel has not run on a GPU, so `explain` and calls without a name choose another implementation."""
+    case = replace(RECORDS, chosen=(3,), top_k=4, heads=2, latent_dim=192, scaled=128, extra=(), sinks=False)
+    arguments = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16").arguments()
+    explained = explain("mla_sparse", **arguments, sm_scale=SM_SCALE)
+    assert explained.chosen != "mosaic"
+    assert "runs only if it is named" in explained.refused["mosaic"]
+    assert explain("mla_sparse", **arguments, sm_scale=SM_SCALE, implementation="mosaic").chosen == "mosaic"
+    with mock.patch.object(mosaic_sm90, "mla_sparse", side_effect=AssertionError):
+        mla_sparse(**arguments, sm_scale=SM_SCALE)
 
 
 def test_num_splits_fills_the_gpu() -> None:

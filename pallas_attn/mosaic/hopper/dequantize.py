@@ -120,7 +120,7 @@ def restore_channel_order(product: jax.Array) -> jax.Array:
         for (*place, half), _ in np.ndenumerate(registers):
             pair = registers[*place]
             numbers = [
-                arith.select(odd, _shuffle(pair[1], i, sources[half]), _shuffle(pair[0], i, sources[half]))
+                arith.select(odd, from_lane(pair[1], i, sources[half]), from_lane(pair[0], i, sources[half]))
                 for i in range(2)
             ]
             ordered[*place, half] = vector.from_elements(pair[0].type, numbers)
@@ -241,7 +241,7 @@ def _fragments(registers: np.ndarray) -> Any:
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _shuffle(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
+def from_lane(pair: ir.Value, i: int, lane: ir.Value) -> ir.Value:
     """Read element i of a pair of float32 from another lane of the warp."""
     number = vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
     all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())

@@ -1,16 +1,20 @@
 """Gather rows of a pool into swizzled tiles in shared memory, with `cp.async` copies of a warpgroup's threads.
 
 A pool row is the cached latent of one token, and a tile is 64 rows in shared memory. These functions use `cp.async`,
-because TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a
-row at a time, so that they access all shared-memory banks.
+because TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Adjacent threads copy as many bytes
+of a row at a time as the swizzle of the tile has, so that eight threads access all shared-memory banks: eight threads
+copy 128 bytes of a row, or four threads 64 bytes of each of two rows.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,26 +23,26 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTIZED_REF,
     ChunkPointers,
     i32,
     masked,
     plus,
+    quantized_ref,
     shifted,
     times,
     warp_and_lane,
 )
-from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref
+from pallas_attn.mosaic.primitives.register_tiles import operand_ref, swizzle_bytes
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 WARPGROUP, WARP, WARPS = 128, 32, 4
 """Threads per warpgroup, threads per warp, warps per warpgroup."""
 
-THREADS = 8
-"""Threads that copy one row together."""
+WARP_ROWS = 4
+"""Adjacent rows of a tile that a warp copies. They are followed by the rows of the other warps."""
 
-ROWS, WARP_ROWS = WARPGROUP // THREADS, WARP // THREADS
-"""Number of rows that a warpgroup copies at the same time, and number of rows that a warp copies at the same time."""
+ROWS = WARPS * WARP_ROWS
+"""Distance between the first rows of two groups of adjacent rows that a warp copies."""
 
 TOKENS = 64
 """Rows of a tile."""
@@ -72,16 +76,17 @@ def _by_row(per_thread: jax.Array) -> jax.Array:
     return per_thread[warp * WARP + within]
 
 
-def _of_rows(values: Any) -> list[ir.Value]:
+def _of_rows(values: Any, threads: int) -> list[ir.Value]:
     """Return one value for each tile row that this thread copies. Shuffles read the values from other threads.
 
     Args:
       values: one value per thread, in the order of `tile_row`.
+      threads: number of threads that copy a row together.
     """
     _, lane = warp_and_lane()
     (register,) = values.registers.flat
-    number, first = vector.extract(register, [], [0]), shifted(lane, THREADS.bit_length() - 1)
-    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP_ROWS)]
+    number, first = vector.extract(register, [], [0]), shifted(lane, threads.bit_length() - 1)
+    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP // threads)]
 
 
 def gather_rows_async(
@@ -101,6 +106,7 @@ def gather_rows_async(
       other: a second array with as many columns, from which the rows are copied if the scalar `use_other` is 1.
     """
     columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
+    row_bytes = swizzle_bytes(columns * number_bytes)
     if interpreted():
         row = _by_row(row)
         source = lax.slice_in_dim(ref[...], column, column + columns, axis=1)
@@ -112,25 +118,26 @@ def gather_rows_async(
         return
 
     second, scalar = (() if other is None else kinds for kinds in ((plgpu.RefType(),), (plgpu.Layout.WG_SPLAT(()),)))
-    tile_ref = operand_ref() if number_bytes == 2 else QUANTIZED_REF
+    tile_ref = operand_ref() if number_bytes == 2 else quantized_ref(row_bytes)
+    threads = row_bytes // 16
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, tile_ref, *second, *scalar))
     def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value, *chosen: Any) -> None:
         warp, lane = warp_and_lane()
-        first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes
+        first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, threads.bit_length() - 1)), row_bytes // number_bytes
+        if WARP // threads > WARP_ROWS:  # lanes 16 to 31 copy the next rows of the warp
+            first = plus(first, times(shifted(lane, 4), ROWS - WARP_ROWS))
         (_, stride, *_), _ = ir.MemRefType(to.type).get_strides_and_offset()
         steps = [
             (number_bytes * stride * block, number_bytes * (column + in_row * block))
             for block in range(columns // in_row)
         ]
-        row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
-        chunk, begin = masked(lane, THREADS - 1), _begin(ref)
-        if chosen:
-            is_other = arith.cmpi(arith.CmpIPredicate.eq, chosen[1].registers.item(), mgpu.c(1, i32()))
-            begin = arith.select(is_other, _begin(chosen[0]), begin)
+        pool_row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
+        chunk, begin = masked(lane, threads - 1), _chosen_begin(ref, chosen)
         pointers = ChunkPointers(to, number_bytes * columns, first, chunk)
-        for i, number in enumerate(_of_rows(row)):
-            _copy_16_bytes(pointers.pointer(ROWS * i, 0), begin, number, row_bytes, chunk, steps)
+        for i, number in enumerate(_of_rows(row, threads)):
+            place = pointers.pointer(WARPGROUP // threads * i, 0)
+            _copy_16_bytes(place, begin, number, pool_row_bytes, chunk, steps)
 
     copy(ref, row, to, *(() if other is None else (other, use_other)))
 
@@ -167,6 +174,116 @@ def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
 
     copy(ref, row, tile_row(), to)
+
+
+def load_exponents(
+    ref: Ref, row: jax.Array, *, other: Ref | None = None, use_other: Any = None
+) -> tuple[jax.Array, ...]:
+    """Load the scales of pool rows, powers of two, one pool row per two threads. Return arrays for `store_ratios`.
+
+    The loads are not complete when the function returns: threads wait where they use the results.
+
+    Args:
+      ref: uint8 [pool rows, groups] in global memory, biased exponents.
+      row: int32 [WARPGROUP] in the order of `tile_row`. Nothing is read for negative rows.
+      other, use_other: as in `gather_rows_async`.
+    """
+    groups = ref.shape[1]
+    if interpreted():
+        loaded = ref[...][jnp.clip(row, 0, ref.shape[0] - 1)]
+        if other is not None:
+            loaded = jnp.where(use_other == 1, other[...][jnp.clip(row, 0, other.shape[0] - 1)], loaded)
+        loaded = jnp.where(row[:, None] >= 0, loaded.astype(jnp.int32), 0)
+        return tuple(loaded[:, group] for group in range(groups))
+
+    second, scalar = (() if other is None else kinds for kinds in ((plgpu.RefType(),), (plgpu.Layout.WG_SPLAT(()),)))
+    share = -(-groups // 2)
+    result = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, layout=PER_THREAD)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, *second, *scalar), return_type=[result] * share)
+    def load(_: Any, ref: ir.Value, row: Any, *chosen: Any) -> Any:
+        begin, (register,) = _chosen_begin(ref, chosen), row.registers.flat
+        number = vector.extract(register, [], [0])
+        given = arith.cmpi(arith.CmpIPredicate.sge, number, mgpu.c(0, i32()))
+        address = _address(begin, number, groups)
+        loaded = []
+        for group in _own_groups(groups):
+            place = arith.addi(address, arith.extui(ir.IntegerType.get_signless(64), group))
+            loaded.append(llvm.inline_asm(i32(), [place, given], LOAD_BYTE, "=r,l,b", has_side_effects=True))
+        return [_per_thread(row, word) for word in loaded]
+
+    return tuple(load(ref, row, *(() if other is None else (other, use_other))))
+
+
+def store_ratios(exponents: tuple[jax.Array, ...], scales_to: Ref, ratios_to: Ref) -> None:
+    """Store the largest scale of each row of a tile, and the ratios of the scales to it, in shared memory.
+
+    A largest scale below 2**-86 counts as 2**-86, because kernels divide by it. The function does not synchronise the
+    threads.
+
+    Args:
+      exponents: from `load_exponents`; biased exponents, 255 for NaN.
+      scales_to: float32 [TOKENS].
+      ratios_to: float16 [groups, TOKENS].
+    """
+    groups = ratios_to.shape[0]
+    if interpreted():
+        of_rows = jnp.stack([_by_row(exponent) for exponent in exponents])  # [groups, TOKENS]
+        largest = jnp.maximum(of_rows.max(axis=0), SMALLEST_EXPONENT)
+        scale = lax.bitcast_convert_type(largest << 23, jnp.float32)
+        scales_to[...] = jnp.where(largest == 255, jnp.nan, scale)
+        ratio = lax.bitcast_convert_type(jnp.maximum(of_rows - largest[None] + 127, 0) << 23, jnp.float32)
+        ratios_to[...] = ratio.astype(jnp.float16)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD, plgpu.RefType(), plgpu.RefType(), *[PER_THREAD] * len(exponents)))
+    def store(_: Any, place: Any, scales_to: ir.Value, ratios_to: ir.Value, *exponents: Any) -> None:
+        own = [vector.extract(x.registers.flat[0], [], [0]) for x in exponents]
+        place = vector.extract(place.registers.flat[0], [], [0])
+        largest = functools.reduce(arith.maxsi, own)
+        largest = arith.maxsi(largest, mgpu.utils.shfl_bfly(largest, 16))
+        largest = arith.maxsi(largest, mgpu.c(SMALLEST_EXPONENT, i32()))
+        is_nan = arith.cmpi(arith.CmpIPredicate.eq, largest, mgpu.c(255, i32()))
+        number = arith.select(is_nan, mgpu.c(0x7FC00000, i32()), arith.shli(largest, mgpu.c(23, i32())))
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales_to), [place], ir.F32Type.get())
+        llvm.store(mgpu.utils.bitcast(number, ir.F32Type.get()), base, alignment=4)
+        half, none = ir.F16Type.get(), mgpu.c(0, i32())
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios_to), [place], half)
+        for exponent, group in zip(own, _own_groups(groups), strict=True):
+            biased = arith.maxsi(arith.addi(arith.subi(exponent, largest), mgpu.c(127, i32())), none)
+            ratio = mgpu.utils.bitcast(arith.shli(biased, mgpu.c(23, i32())), ir.F32Type.get())
+            pointer = mgpu.utils.getelementptr(base, [times(group, TOKENS)], half)
+            llvm.store(arith.truncf(half, ratio), pointer, alignment=2)
+
+    store(tile_row(), scales_to, ratios_to, *exponents)
+
+
+SMALLEST_EXPONENT = 127 - 86
+"""Smallest biased exponent of a row's largest scale; 2**-86 is just above `dequantize.SMALLEST_SCALE`."""
+
+LOAD_BYTE = """
+{
+mov.b32 $0, 0;
+@$2 ld.global.u8 $0, [$1];
+}
+"""
+
+
+def _own_groups(groups: int) -> list[ir.Value]:
+    """Return the channel groups whose scales a thread handles. The two threads of a pool row share its groups; the
+    second thread has the last group twice if their number is odd.
+    """
+    _, lane = warp_and_lane()
+    share = -(-groups // 2)
+    first = times(shifted(lane, 4), share)
+    return [arith.minui(plus(first, mgpu.c(i, i32())), mgpu.c(groups - 1, i32())) for i in range(share)]
+
+
+def _per_thread(like: Any, number: ir.Value) -> Any:
+    """Return the array with layout `PER_THREAD` that has this number in each thread."""
+    registers = np.empty_like(like.registers)
+    registers.reshape(-1)[0] = vector.broadcast(ir.VectorType.get((1,), i32()), number)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
 
 
 def _copy_16_bytes(
@@ -240,6 +357,20 @@ def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
 def _begin(ref: ir.Value) -> ir.Value:
     """Return the 64-bit address of an array in global memory."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
+
+
+def _chosen_begin(ref: ir.Value, chosen: Sequence[Any]) -> ir.Value:
+    """Return the address of `ref`, or of a second array.
+
+    Args:
+      chosen: empty, or the second array and a scalar, which is 1 if the second array is chosen.
+    """
+    begin = _begin(ref)
+    if not chosen:
+        return begin
+    other, use_other = chosen
+    is_other = arith.cmpi(arith.CmpIPredicate.eq, use_other.registers.item(), mgpu.c(1, i32()))
+    return arith.select(is_other, _begin(other), begin)
 
 
 def _address(begin: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:

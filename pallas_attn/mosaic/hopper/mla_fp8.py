@@ -9,7 +9,7 @@ Terms:
     pair           tiles 2i and 2i + 1. Warpgroup w scores tile 2i + w
     slot           shared-memory buffer of one tile; there are three
     split          consecutive pairs that a CTA processes for one block of query rows
-    channel group  128 consecutive latent channels. Each token has one scale per channel group
+    channel group  128 consecutive latent channels, or 64 with `small_groups`. Each token has one scale per group
 
 Latents stay in fp8 in shared memory. Threads convert them to float16 in registers, from which wgmma reads its left
 operand (`pallas_attn.mosaic.hopper.mla_fp8_products`). O in float32 does not fit the registers of one warpgroup, so
@@ -45,6 +45,11 @@ by which both warpgroups multiply O and l. Each warpgroup has its own l, the sum
 A third warpgroup, the producer, copies tiles and queries to shared memory. It belongs to the calling kernel:
 `mla_decode` copies pages with TMA, `mla_sparse` gathers tokens with `cp.async`. The kernel passes its waits and masks
 as `Fp8TileAccess`.
+
+With `Fp8LoopConfig.small_groups`, the latents are those of DeepSeek-V4: channel groups of 64 channels with scales that
+are powers of two, and R bfloat16 columns that are values, too. The producer stores the largest scale of each token and
+the ratios of its scales to the largest scale. Warpgroup 1 also accumulates the R columns, with probabilities P' in
+bfloat16 without scale: O_R += R[t]ᵀ P'[t], before its other columns. P' is stored with P.
 
 Barriers (arrivals are per phase; `full` belongs to the calling kernel):
 
@@ -95,7 +100,7 @@ from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.portable.quantise import QUERY_SCALE
-from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, SMALL_LATENT_GROUP
 
 SLOTS = 3
 """Number of slots."""
@@ -124,17 +129,31 @@ class Fp8LoopConfig:
       rows: number of query rows, at most 64.
       sm_scale: factor of the scores.
       page_tokens: number of consecutive tokens of a tile whose scales are contiguous in shared memory.
+      small_groups: whether latents have scales that are powers of two for `SMALL_LATENT_GROUP` channels each, and the
+        rotated columns are values, too.
     """
 
     latent_dim: int
     rows: int
     sm_scale: float
     page_tokens: int
+    small_groups: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
         """Number of latent columns that warpgroup 0 and warpgroup 1 accumulate."""
         return mla_rows.halves(self.latent_dim)
+
+    @property
+    def value_widths(self) -> tuple[int, int]:
+        """Number of columns of O that warpgroup 0 and warpgroup 1 accumulate, including rotated columns."""
+        left, right = self.widths
+        return left, right + (TOKENS if self.small_groups else 0)
+
+    @property
+    def scales(self) -> int:
+        """Number of float32 scales per token in shared memory: one per channel group, or only the largest."""
+        return 1 if self.small_groups else self.latent_dim // LATENT_GROUP
 
 
 class Fp8Scratch(NamedTuple):
@@ -148,10 +167,12 @@ class Fp8Scratch(NamedTuple):
       q_rope: [1, rows, R], rotated columns of the queries.
       k: e4m3 [SLOTS, TOKENS, L], latents.
       rope: [SLOTS, TOKENS, R], rotated columns of the keys.
-      scales: float32 [SLOTS, pages, at least page_tokens · groups].
-      p: float16 [2, rows, TOKENS], probabilities of each tile of a pair.
+      scales: float32 [SLOTS, pages, at least page_tokens · groups]. With `small_groups`, the largest scale of each
+        token, [SLOTS, pages, at least page_tokens].
+      p: float16 [2, rows, TOKENS], probabilities of each tile of a pair, times the largest scale of each token.
+      p_rope: bfloat16 [2, rows, TOKENS], probabilities without scale; None without `small_groups`.
       ratios: float16 [2, groups, TOKENS], for each tile of a pair: scale of each token and channel group, divided by
-        the largest scale of the token.
+        the largest scale of the token. With `small_groups` [SLOTS, groups, TOKENS], for each slot.
       stats: float32 [13, rows]. Row 0: m. Rows 1 and 2: factors by which O and l are multiplied after tile 0 or 1 of a
         pair has changed m. Rows 3 and 4: l of each warpgroup at the end of a split. Then four rows for each warpgroup,
         for reductions over its warps.
@@ -166,6 +187,7 @@ class Fp8Scratch(NamedTuple):
     rope: Any
     scales: Any
     p: Any
+    p_rope: Any
     ratios: Any
     stats: Any
     weights: Any
@@ -185,16 +207,20 @@ class Fp8Scratch(NamedTuple):
         Args:
           dtype: dtype of the queries and of the rotated columns of the keys.
         """
-        rows, groups = config.rows, config.latent_dim // LATENT_GROUP
-        scales = config.page_tokens * config.latent_dim // LATENT_GROUP
+        rows, latent_dim = config.rows, config.latent_dim
+        scales = config.page_tokens * config.scales
+        ratios = (SLOTS, latent_dim // SMALL_LATENT_GROUP) if config.small_groups else (2, latent_dim // LATENT_GROUP)
         return Fp8Scratch(
             q=tuple(register_tiles.operand((1, rows, width), dtype) for width in config.widths),
             q_rope=register_tiles.operand((1, rows, TOKENS), dtype),
-            k=register_tiles.operand((SLOTS, TOKENS, config.latent_dim), LATENT_8BIT),
+            k=register_tiles.operand(
+                (SLOTS, TOKENS, latent_dim), LATENT_8BIT, row_bytes=register_tiles.swizzle_bytes(latent_dim)
+            ),
             rope=register_tiles.operand((SLOTS, TOKENS, TOKENS), dtype),
             scales=plgpu.SMEM((SLOTS, TOKENS // config.page_tokens, -(-scales // 32) * 32), jnp.float32),
             p=register_tiles.operand((2, rows, TOKENS), jnp.float16),
-            ratios=plgpu.SMEM((2, groups, TOKENS), jnp.float16),
+            p_rope=register_tiles.operand((2, rows, TOKENS), dtype) if config.small_groups else None,
+            ratios=plgpu.SMEM((*ratios, TOKENS), jnp.float16),
             stats=plgpu.SMEM((13, rows), jnp.float32),
             weights=mla_fp8_softmax.sums_type(rows),
             changed=plgpu.SMEM((2,), jnp.int32),
@@ -247,17 +273,21 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
       Unnormalised O [columns, rows] of this warpgroup's columns, over all tiles.
     """
     rows, shape, other = config.rows, (TOKENS, config.rows), 1 - half
-    groups = config.latent_dim // LATENT_GROUP
+    adds_rotated = config.small_groups and half == 1
 
     def compute_scores(slot: Any) -> Any:
-        """Return C Qᵀ [TOKENS, rows] of a tile, divided by each token's scale of the last channel group."""
+        """Return C Qᵀ [TOKENS, rows] of a tile, divided by each token's scale of the last channel group, or by its
+        largest scale with `small_groups`.
+        """
         zero = basics.opaque_zero()
         rotated = wgmma.start_scores([(mem.rope.at[slot], mem.q_rope.at[zero])], None, register_tiles.ROW_BYTES)
         queries = [q.at[zero] for q in mem.q]
-        return mla_fp8_products.add_scores(rotated, mem.k.at[slot], queries, mem.scales.at[slot], config.page_tokens)
+        ratios = mem.ratios.at[slot] if config.small_groups else None
+        scales = mem.scales.at[slot]
+        return mla_fp8_products.add_scores(rotated, mem.k.at[slot], queries, scales, config.page_tokens, ratios)
 
-    def load_scales(slot: Any) -> list[jax.Array]:  # [TOKENS] for each channel group
-        loaded = dequantize.load_group_scales(mem.scales.at[slot], config.page_tokens, groups, TOKENS, BY_64)
+    def load_scales(slot: Any) -> list[jax.Array]:  # [TOKENS] for each channel group, or the largest
+        loaded = dequantize.load_group_scales(mem.scales.at[slot], config.page_tokens, config.scales, TOKENS, BY_64)
         return [jnp.maximum(scale, dequantize.SMALLEST_SCALE) for scale in loaded]
 
     def rescale_weights(tile: int, changed: Any) -> None:
@@ -288,9 +318,16 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         mem.changed[half] = changed
         rescale_weights(half, changed)
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
-        ratios = [(scale / largest).astype(jnp.float16) for scale in load_scales(slot + basics.opaque_zero())]
-        zero = basics.opaque_zero()  # keeps the compiler from computing these addresses earlier, which saves registers
-        mla_fp8_softmax.store_probs(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
+        if config.small_groups:
+            zero = basics.opaque_zero()
+            p_rope = (p * over_tokens(1 / largest, shape)).astype(mem.p_rope.dtype)
+            places = mem.p.at[half + zero], mem.p_rope.at[half + zero]
+            mla_fp8_softmax.store_probs((p.astype(jnp.float16), p_rope), places)
+        else:
+            ratios = [(scale / largest).astype(jnp.float16) for scale in load_scales(slot + basics.opaque_zero())]
+            zero = basics.opaque_zero()  # the compiler then does not compute these addresses earlier: fewer registers
+            place, ratios_to = mem.p.at[half + zero], mem.ratios.at[half + zero]
+            mla_fp8_softmax.store_probs((p.astype(jnp.float16),), (place,), ratios, ratios_to)
         plgpu.barrier_arrive(mem.ready.at[half])
         mla_fp8_softmax.add_weights(mem.weights.at[half], p, 1 / largest)
 
@@ -302,7 +339,10 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         """
         acc = mla_fp8_softmax.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
         column, p = half * config.widths[0], mem.p.at[tile + basics.opaque_zero()]
-        acc = mla_fp8_products.add_values(acc, mem.k.at[slot], column, p, mem.ratios.at[tile])
+        rotated, ratios = None, mem.ratios.at[slot if config.small_groups else tile]
+        if adds_rotated:
+            rotated = mem.rope.at[slot], mem.p_rope.at[tile + basics.opaque_zero()]
+        acc = mla_fp8_products.add_values(acc, mem.k.at[slot], column, p, ratios, rotated)
         tiles.before_release()
         plgpu.barrier_arrive(mem.empty.at[slot])
         return acc
@@ -310,7 +350,7 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
     def add_other_tile(pair: Any, acc: Any) -> Any:
         """Add the tile of `pair` that the other warpgroup scores to O, after its probabilities have been stored."""
         slot, use = slot_of(pair, other)
-        tiles.await_values(slot, use)
+        (tiles.await_keys if adds_rotated else tiles.await_values)(slot, use)
         plgpu.barrier_wait(mem.ready.at[other])
         rescale_weights(other, mem.changed[other])
         acc = add_values(slot, other, acc)
@@ -336,10 +376,12 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
     if half == 0:
         mem.stats[MAX] = register_tiles.filled(INITIAL_MAX, (rows,), PER_COLUMN)
         plgpu.commit_smem()
-    acc = register_tiles.filled(0.0, (config.widths[half], rows), BY_64.tile)
+    acc = register_tiles.filled(0.0, (config.value_widths[half], rows), BY_64.tile)
     mla_fp8_softmax.clear_sums(mem.weights.at[half], rows)
     acc = lax.fori_loop(first, first + count, step, acc)
-    return acc if half == 1 else add_other_tile(first + count - 1, acc)
+    if half == 0:
+        acc = add_other_tile(first + count - 1, acc)
+    return mla_fp8_products.ordered_as_values(acc) if adds_rotated else acc
 
 
 # --- consumers' barriers and results
@@ -372,9 +414,9 @@ def exchange_sums(config: Fp8LoopConfig, mem: Fp8Scratch, half: int) -> Any:
 
 
 def load_max(mem: Fp8Scratch) -> Any:
-    """Load m [rows] after a split. Only warpgroup 0 may call this.
+    """Load m [rows] after `exchange_sums`, before the next split.
 
-    Warpgroup 0 resets m at the start of the next split, possibly before warpgroup 1 would have loaded it.
+    Warpgroup 0 resets m in the next split, after both warpgroups have arrived at `q_converted`.
     """
     return basics.load(mem.stats.at[MAX], PER_COLUMN)
 
@@ -385,6 +427,6 @@ def write_partial(config: Fp8LoopConfig, half: int, acc: Any, to: Ref) -> None:
     Args:
       to: the accumulator of one state of `PartialStates`; this warpgroup writes the fragments of its columns.
     """
-    widths = config.widths
+    widths = config.value_widths
     fragments = pl.ds(num_fragments(ROWS * half * widths[0]), num_fragments(ROWS * widths[half]))
     mla_fp8_products.store_fragments(acc, to.at[fragments])

@@ -18,6 +18,13 @@ Values: s is the token's largest scale. The product C_g s_g / s is rounded to fl
 is at most 1. Products that round to 0 are negligible compared with the group that has scale s. The calling kernel
 multiplies P by s, through the exponent.
 
+With scales that are powers of two for groups of 64 channels (DeepSeek-V4), the calling kernel stores the ratios s_g / s
+in the tile. Latents are multiplied by the ratios for both products. This is exact unless the result has bits below
+2^-24. The scores then need no steps between groups. The rotated columns are values, too:
+
+    S = (R q_ropeᵀ / s + sum over groups of (C_g s_g / s) q_gᵀ) s
+    O_R += Rᵀ P                                  R and P in bfloat16
+
 A product is computed in pieces of two wgmma instructions: 64 tokens by 32 channels for scores, 64 channels by 32 tokens
 for values. Threads convert the next piece while tensor cores multiply the current piece. In interpret mode, products
 are not split into pieces.
@@ -25,6 +32,7 @@ are not split into pieces.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -41,11 +49,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.hopper import wgmma
-from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matrices
+from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, from_lane, load_matrices
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTIZED_REF,
     SMALLEST_SCALE,
     ChunkPointers,
     conversion,
@@ -54,10 +61,11 @@ from pallas_attn.mosaic.primitives.dequantize import (
     i32,
     masked,
     plus,
+    quantized_ref,
     shifted,
     times,
 )
-from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref, over_tokens
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref, over_tokens, swizzle_bytes
 from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
@@ -155,8 +163,11 @@ range of float16, and convert. NaN stays NaN.
 """
 
 
-def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int) -> jax.Array:
-    """Return the scores S, divided by the scale of each token's last channel group: float32 [TOKENS, N].
+def add_scores(
+    rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int, ratios: Ref | None = None
+) -> jax.Array:
+    """Return the scores S, divided by the scale of each token's last channel group, or with `ratios` by the token's
+    largest scale: float32 [TOKENS, N].
 
     The scores contain the factor QUERY_SCALE.
 
@@ -166,30 +177,41 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
       latent: e4m3 tile [TOKENS, L] in shared memory.
       qs: queries [N, columns] after `convert_queries`; the arrays are consecutive ranges of the L columns.
       scales: float32 [TOKENS / page_tokens, at least page_tokens · groups] in shared memory; the scales of a token are
-        adjacent. Scales below SMALLEST_SCALE count as SMALLEST_SCALE.
+        adjacent. With `ratios`, there is one scale per token, the largest. Scales below SMALLEST_SCALE count as
+        SMALLEST_SCALE.
       page_tokens: number of tokens whose scales are in one row of `scales`.
+      ratios: float16 [channel groups, TOKENS] in shared memory, each scale divided by the token's largest scale; None
+        if `scales` has all scales.
     """
     channels, shape = latent.shape[1], rotated.shape
     begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
-    groups = channels // LATENT_GROUP
+    width = LATENT_GROUP if ratios is None else channels  # columns per scale of `scales`
+    group_width = width if ratios is None else channels // ratios.shape[0]
+    groups, more = channels // width, () if ratios is None else (ratios,)
     if interpreted():
         loaded = scales[...][:, : page_tokens * groups].reshape(TOKENS, groups)
         each = jnp.maximum(loaded.T, SMALLEST_SCALE)
         factors = [QUERY_SCALE / each[0], *(before / after for before, after in itertools.pairwise(each))]
-        left, total = as_keys(latent[...].astype(jnp.float16)), rotated
+        left = latent[...].astype(jnp.float16) if ratios is None else _times_ratios(latent, ratios)
+        left, total = as_keys(left), rotated
         right = jnp.concatenate([lax.bitcast_convert_type(q[...], jnp.float16) for q in qs], axis=1).T
         for i, factor in enumerate(factors):
-            group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
+            group = slice(i * width, (i + 1) * width)
             product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
             total = total * over_tokens(factor, shape) + product
         plgpu.commit_smem()  # for the race detector: the reads of the tile precede later copies to its memory
         return total
 
     @plgpu.inline_mgpu(
-        arg_types=(wgmma.UNPAIRED, QUANTIZED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
+        arg_types=(
+            *(wgmma.UNPAIRED, quantized_ref(swizzle_bytes(channels)), plgpu.RefType()),
+            *[operand_ref()] * len(qs),
+            *[plgpu.RefType()] * len(more),
+        ),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
     )
-    def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
+    def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *given: ir.Value) -> Any:
+        qs, ratios = given[: len(begins) - 1], given[len(begins) - 1 :]
         warp, lane = warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
@@ -198,16 +220,21 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         own = _scales_of(scales, row, page_tokens, groups)
         under_way = _pieces_under_way(shape[1])
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
-        words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
-        left = _keys(words.pop(0))
+        factors_of = functools.cache(lambda group: _ratio_pairs(ratios[0], group, row) if ratios else None)
+
+        def load(first: int) -> tuple[list[ir.Value], list[ir.Value] | None]:
+            return _load(chunks.pointer(0, first // 16), rows=True), factors_of(first // group_width)
+
+        words = [load(first) for first in (0, PIECE)]
+        left = _keys(*words.pop(0))
         right, sums = wgmma.RightOperand(next(rights), dtype="f16"), list[ir.Value]()
         for first in range(0, channels, PIECE):
             if first in begins[1:]:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
-            _await(under_way - 1 if first % LATENT_GROUP else 0)
-            if first % LATENT_GROUP == 0:
+            _await(under_way - 1 if first % width else 0)
+            if first % width == 0:
                 total = fragmented_array.optimization_barrier(total)
-                after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
+                after = [_scale(own, 8 * i * groups + first // width) for i in range(2)]
                 factors = [_quotient(a, b) for a, b in zip(before, after, strict=True)]
                 before = after
                 sums = [
@@ -218,45 +245,66 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
             sums = right.add(sums, left)
             wgmma.commit()
             if first + 2 * PIECE < channels:
-                words.append(_load(chunks.pointer(0, first // 16 + 2 * PIECE // 16), rows=True))
+                words.append(load(first + 2 * PIECE))
             if first + PIECE < channels:
-                left = _keys(words.pop(0))
+                left = _keys(*words.pop(0))
             total = wgmma.fragments(sums, shape)
         _await(0)
         return fragmented_array.optimization_barrier(total).to_layout(fragmented_array.WGMMA_LAYOUT)
 
-    return add(rotated, latent, scales, *qs)
+    return add(rotated, latent, scales, *qs, *more)
 
 
-def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -> jax.Array:
+def _times_ratios(latent: Ref, ratios: Ref) -> jax.Array:
+    """Multiply the latents of a tile by the ratios of their channel groups, in interpret mode: float16 [TOKENS, L]."""
+    each = jnp.repeat(ratios[...].T.astype(jnp.float32), latent.shape[1] // ratios.shape[0], axis=1)
+    return (latent[...].astype(jnp.float32) * each).astype(jnp.float16)
+
+
+def add_values(
+    total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref, rotated: tuple[Ref, Ref] | None = None
+) -> jax.Array:
     """Return total + Cᵀ P for the channels `first` to `first` + K - 1, float32 [K, N].
 
+    With `rotated`, the last BLOCK rows of `total` are for the rotated columns.
+
     Args:
-      total: float32 [K, N], rows in the order of `as_values`.
+      total: float32 [K, N], rows in the order of `as_values`; rows of rotated columns in the order of the columns.
       latent: e4m3 tile [TOKENS, L] in shared memory.
       first: first channel, a multiple of 64.
       p: float16 [N, TOKENS] in shared memory, probabilities times the largest scale of each token.
       ratios: float16 [channel groups, TOKENS] in shared memory, each scale divided by the token's largest scale.
+      rotated: bfloat16 rotated columns [TOKENS, BLOCK] and probabilities [N, TOKENS] without scale, in shared memory;
+        None if the rotated columns are not values of this warpgroup.
     """
     (channels, columns), all_channels = total.shape, latent.shape[1]
+    channels -= BLOCK if rotated else 0
     if interpreted():
-        scaled = latent[...].astype(jnp.float32) * jnp.repeat(ratios[...].T.astype(jnp.float32), LATENT_GROUP, axis=1)
-        left = as_values(scaled[:, first : first + channels].T).astype(jnp.float16)
-        added = total + jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
+        left = as_values(_times_ratios(latent, ratios)[:, first : first + channels].T)
+        added = jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
+        if rotated:
+            of_rotated = jnp.dot(rotated[0][...].T, rotated[1][...].T, preferred_element_type=jnp.float32)
+            added = jnp.concatenate([added, of_rotated])
         plgpu.commit_smem()  # for the race detector: the reads of the tile precede later copies to its memory
-        return added
+        return total + added
+
+    group_width = all_channels // ratios.shape[0]
+    more = rotated or ()
 
     @plgpu.inline_mgpu(
-        arg_types=(QUANTIZED_REF, TILE, operand_ref(), plgpu.RefType()),
+        arg_types=(
+            *(quantized_ref(swizzle_bytes(all_channels)), TILE, operand_ref(), plgpu.RefType()),
+            *[operand_ref()] * len(more),
+        ),
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
     )
-    def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:
+    def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value, *rotated: ir.Value) -> Any:
         warp, lane = warp_and_lane()
         chunks = ChunkPointers(latent, all_channels, lane, warp)
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [times(masked(lane, 3), 4)], i8())
         total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
         pieces = list(itertools.product(range(channels // BLOCK), range(0, TOKENS, PIECE)))
-        blocks = [list(registers) for registers in total.registers.reshape(channels // BLOCK, -1)]
+        blocks = [list(registers) for registers in total.registers.reshape(total.shape[0] // BLOCK, -1)]
         factors: dict[int, list[ir.Value]] = {}
 
         def load(i: int) -> list[ir.Value]:
@@ -265,7 +313,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
 
         def piece(i: int, words: list[ir.Value]) -> list[list[ir.Value]]:
             block, tokens = pieces[i]
-            group = (first + block * BLOCK) // LATENT_GROUP
+            group = (first + block * BLOCK) // group_width
             if group not in factors:
                 factors.clear()
                 factors[group] = [_load_word(own, 2 * (group * TOKENS + 8 * k)) for k in range(TOKENS // 8)]
@@ -273,6 +321,10 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             return _values(words, eights)
 
         under_way = _pieces_under_way(columns)
+        if rotated:
+            nvvm.wgmma_fence_aligned()
+            blocks[-1] = wgmma.RightOperand(rotated[1]).add(blocks[-1], wgmma.transposed_left_steps(rotated[0]))
+            wgmma.commit()
         words = [load(0), load(1)]
         left, right = piece(0, words.pop(0)), wgmma.RightOperand(p)
         for i, (block, tokens) in enumerate(pieces):
@@ -288,10 +340,10 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             if i + 1 < len(pieces):
                 left = piece(i + 1, words.pop(0))
         _await(0)
-        done = wgmma.fragments([register for block in blocks for register in block], (channels, columns))
+        done = wgmma.fragments([register for block in blocks for register in block], total.shape)
         return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
 
-    return add(latent, total, p, ratios)
+    return add(latent, total, p, ratios, *more)
 
 
 def _pieces_under_way(columns: int) -> int:
@@ -317,15 +369,18 @@ def _load(pointer: ir.Value, *, rows: bool) -> list[ir.Value]:
     return list(load_matrices(pointer, rows=rows))
 
 
-def _keys(words: Sequence[ir.Value]) -> list[list[ir.Value]]:
+def _keys(words: Sequence[ir.Value], factors: Sequence[ir.Value] | None = None) -> list[list[ir.Value]]:
     """Convert a piece of keys. Return the left-operand registers of two wgmma instructions, each 64 tokens by 16
     channels.
 
     Args:
       words: from `_load`.
+      factors: from `_ratio_pairs`, factors of the latents; None for 1.
     """
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
     pairs = [converted(word, assembly) for word in words]
+    if factors is not None:
+        pairs = [[_multiplied(pair, factors[i % 2]) for pair in both] for i, both in enumerate(pairs)]
     return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (pairs[:2], pairs[2:])]
 
 
@@ -348,6 +403,19 @@ def _values(words: Sequence[ir.Value], factors: Sequence[ir.Value]) -> list[list
 def _multiplied(pair: ir.Value, factor: ir.Value) -> ir.Value:
     product: Any = llvm.inline_asm(i32(), [pair, factor], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r")
     return product
+
+
+def _ratio_pairs(ratios: ir.Value, group: int, row: ir.Value) -> list[ir.Value]:
+    """Load the ratio of a channel group for the tokens `row` and `row` + 8. Return words with the ratio twice each.
+
+    Args:
+      ratios: float16 [channel groups, TOKENS] in shared memory.
+    """
+    number = ir.F16Type.get()
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [row], number)
+    pointers = [mgpu.utils.getelementptr(own, [group * TOKENS + 8 * i], number) for i in range(2)]
+    loaded = [llvm.load(number, pointer, alignment=2) for pointer in pointers]
+    return [mgpu.utils.bitcast(vector.broadcast(ir.VectorType.get((2,), number), x), i32()) for x in loaded]
 
 
 def _scale(own: ir.Value, offset: int) -> ir.Value:
@@ -433,6 +501,36 @@ def token_index() -> jax.Array:
 
 
 # --- results
+
+
+def ordered_as_values(total: jax.Array) -> jax.Array:
+    """Reorder the last BLOCK rows of O [K, N] from the order of channels to the order of `as_values`."""
+    first = total.shape[0] - BLOCK
+    if interpreted():
+        return jnp.concatenate([total[:first], as_values(total[first:])])
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
+    def exchange(_: Any, total: Any) -> Any:
+        # A warp has 16 rows of each 64: lane group g of four lanes has the rows g (register half 0) and g + 8 (register
+        # half 1). After the exchange, they are the channels 2g and 2g + 1. Channel c is in half c // 8 of group c % 8.
+        _, lane = warp_and_lane()
+        none: Any = mgpu.c(0, i32())
+        is_upper = arith.cmpi(arith.CmpIPredicate.ne, masked(lane, 16), none)
+        place = plus(times(masked(shifted(lane, 2), 3), 8), masked(lane, 3))
+        registers = total.registers.reshape(total.shape[0] // BLOCK, total.shape[1] // 8, 2).copy()
+        for j in range(total.shape[1] // 8):
+            low, high = registers[-1, j]
+            for half in range(2):
+                source = plus(place, mgpu.c(4 * half, i32()))
+                numbers = [
+                    arith.select(is_upper, from_lane(high, i, source), from_lane(low, i, source)) for i in range(2)
+                ]
+                registers[-1, j, half] = vector.from_elements(low.type, numbers)
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(total.registers.shape), _layout=total.layout, _is_signed=None
+        )
+
+    return exchange(total)
 
 
 def store_heads(total: jax.Array, to: Ref) -> None:

@@ -344,30 +344,39 @@ def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
     return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
 
 
-def store_probs(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
+def store_probs(
+    ps: Sequence[jax.Array], to: Sequence[Ref], ratios: Sequence[jax.Array] = (), ratios_to: Ref | None = None
+) -> None:
     """Store probabilities and ratios of scales in shared memory, and make them visible to tensor cores and threads.
 
     The caller guarantees that nothing reads the previous contents any more. The function ends with `plgpu.commit_smem`,
     so earlier stores of the threads become visible, too.
 
     Args:
-      p: float16 [TOKENS, N].
-      to: float16 [N, TOKENS] in shared memory.
+      ps: arrays of probabilities, 16-bit [TOKENS, N] each.
+      to: for each array its place in shared memory, [N, TOKENS].
       ratios: for each channel group, float16 [TOKENS].
-      ratios_to: float16 [channel groups, TOKENS] in shared memory.
+      ratios_to: float16 [channel groups, TOKENS] in shared memory; None without ratios.
     """
+    count = len(ps)
     if interpreted():
-        to[...] = p.T
-        for i, ratio in enumerate(ratios):
-            ratios_to[i] = ratio
+        for p, place in zip(ps, to, strict=True):
+            place[...] = p.T
+        if ratios_to is not None:
+            for i, ratio in enumerate(ratios):
+                ratios_to[i] = ratio
         plgpu.commit_smem()
         return
+    more = () if ratios_to is None else (ratios_to, *ratios)
+    kinds = () if ratios_to is None else (plgpu.RefType(), *[PER_TOKEN] * len(ratios))
 
-    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(), plgpu.RefType(), *[PER_TOKEN] * len(ratios)))
-    def write(_: Any, p: Any, to: ir.Value, ratios_to: ir.Value, *ratios: Any) -> None:
-        p.store_tiled(mgpu.memref_transpose(to, (1, 0, 3, 2)), swizzle=128)
-        for i, ratio in enumerate(ratios):
-            ratio.store_untiled(mgpu.utils.memref_slice(ratios_to, (i,)), optimized=False)
+    @plgpu.inline_mgpu(arg_types=(*[TILE] * count, *[operand_ref()] * count, *kinds))
+    def write(_: Any, *given: Any) -> None:
+        ps, to, more = given[:count], given[count : 2 * count], given[2 * count :]
+        for p, place in zip(ps, to, strict=True):
+            p.store_tiled(mgpu.memref_transpose(place, (1, 0, 3, 2)), swizzle=128)
+        for i, ratio in enumerate(more[1:]):
+            ratio.store_untiled(mgpu.utils.memref_slice(more[0], (i,)), optimized=False)
         mgpu.commit_shared()
 
-    write(p, to, ratios_to, *ratios)
+    write(*ps, *to, *more)

@@ -549,10 +549,12 @@ class Descriptors(NamedTuple):
     Attributes:
       first: descriptor for the first instruction.
       offsets: the descriptor for instruction i is first + offsets[i].
+      transposed: for a left operand, whether M is contiguous in memory; otherwise K is contiguous.
     """
 
     first: ir.Value
     offsets: Sequence[int]
+    transposed: bool = False
 
     def each(self) -> Iterator[ir.Value]:
         """Yield the descriptors. The addition for a descriptor is emitted when the descriptor is requested."""
@@ -575,8 +577,8 @@ class RightOperand:
         (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
         self._dtype = dtype or own_dtype
         rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
-        self._first, offsets = _steps(*rights, depth, row_bytes)
-        self._offsets = iter(offsets)
+        steps = _steps(*rights, depth, row_bytes)
+        self._first, self._offsets = steps.first, iter(steps.offsets)
 
     def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """Start total + left @ rightᵀ for the next elements of K. Return the registers of the result.
@@ -625,6 +627,15 @@ def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descrip
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
     return _steps(base, step, chunk, depth, row_bytes)
+
+
+def transposed_left_steps(ref: ir.Value) -> Descriptors:
+    """Return the descriptors of the left operand refᵀ [64, K], for ref [K, 64] in shared memory."""
+    (depth, rows), _ = mma_utils.tiled_memref_shape(ref)
+    (base, (_, (step,))), *_ = mma_utils.create_descriptor(
+        mgpu.memref_transpose(ref, (1, 0, 3, 2)), swizzle=ROW_BYTES, group_size=(rows, depth), logical_k_major=False
+    )
+    return Descriptors(base, [mma_utils.encode_addr(i * step) for i in range(depth // DEPTH)], transposed=True)
 
 
 def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
@@ -703,7 +714,8 @@ def _products(
     else:
         right = [("", place(descriptor, "l")) for descriptor in rights]
     results = ", ".join(f"${i}" for i in range(count))
-    flags = f"1, 1, {'' if in_registers else '0, '}{int(transposed)}"
+    left_transposed = isinstance(lefts, Descriptors) and lefts.transposed
+    flags = f"1, 1, {'' if in_registers else f'{int(left_transposed)}, '}{int(transposed)}"
     instructions = (
         f"{make_a}{make_b}wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
         f"{{{results}}}, {a}, {b}, {'adds' if total or i else 'overwrites'}, {flags}; "

@@ -34,10 +34,17 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, RegisterLayo
 from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
-QUANTIZED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
-"""Type of a reference to an 8-bit `register_tiles.operand` with 128-byte swizzle: within each 128 bytes of row r, chunk
-c is stored at position c ^ (r % 8).
-"""
+
+def quantized_ref(row_bytes: int = ROW_BYTES) -> Any:
+    """Type of a reference to an 8-bit `register_tiles.operand`, for `arg_types` of `plgpu.inline_mgpu`.
+
+    With a swizzle width of 128 bytes, chunk c of each 128 bytes of row r is stored at position c ^ (r % 8). With 64
+    bytes, chunk c of each 64 bytes is stored at position c ^ (r // 2 % 4).
+    """
+    return plgpu.RefType((plgpu.TilingTransform((8, row_bytes)), plgpu.SwizzleTransform(row_bytes)))
+
+
+QUANTIZED_REF = quantized_ref()
 
 E4M3_TO_F16 = """
 {{
@@ -306,7 +313,7 @@ class ChunkPointers:
     """Pointers to chunks of a swizzled tile, at compile-time distances from a thread's first chunk.
 
     Args:
-      tile: memref [rows / 8, row bytes / 128, 8, 128 bytes], swizzled.
+      tile: memref [rows / 8, row bytes / w, 8, w bytes] with swizzle width w, 128 or 64 bytes.
       token_bytes: bytes of a token.
       token, chunk: token of the thread's first chunk, and index of this chunk in the token, less than 8.
       column: if given, number of blocks of 128 bytes before the block in which `chunk` is counted.
@@ -321,16 +328,18 @@ class ChunkPointers:
         self._row_tile, self._column = (
             stride * mgpu.utils.bitwidth(memref_type.element_type) // 8 for stride in strides[:2]
         )
-        self._tokens_in_row = tokens_in_row = max(1, ROW_BYTES // token_bytes)
+        self._row_bytes = row_bytes = memref_type.shape[3] * mgpu.utils.bitwidth(memref_type.element_type) // 8
+        self._tokens_in_row = tokens_in_row = max(1, row_bytes // token_bytes)
         row = token
         if tokens_in_row > 1:
             row = arith.divui(token, mgpu.c(tokens_in_row, i32()))
             beside = arith.remui(token, mgpu.c(tokens_in_row, i32()))
             chunk = plus(chunk, times(beside, token_bytes // 16))
-        self._row = plus(times(shifted(row, 3), self._row_tile), times(masked(row, 7), ROW_BYTES))
+        self._row = plus(times(shifted(row, 3), self._row_tile), times(masked(row, 7), row_bytes))
         if column is not None:
             self._row = plus(self._row, times(column, self._column))
-        self._chunk = times(arith.xori(chunk, masked(row, 7)), 16)
+        moved = masked(row, 7) if row_bytes == ROW_BYTES else masked(shifted(row, 1), 3)
+        self._chunk = times(arith.xori(chunk, moved), 16)
 
     def pointer(self, tokens: int, chunks: int) -> ir.Value:
         """Pointer to the chunk that is `tokens` tokens and `chunks` chunks after the first chunk.
@@ -339,7 +348,7 @@ class ChunkPointers:
           tokens: a multiple of 16.
           chunks: a number that has no bit in common with the index of the first chunk, so that their sum is their XOR.
         """
-        column, chunk = divmod(chunks, ROW_BYTES // 16)
+        column, chunk = divmod(chunks, self._row_bytes // 16)
         constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
         offset = plus(self._row, arith.xori(self._chunk, mgpu.c(16 * chunk, i32())))
         pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(self._tile), [offset], i8())

@@ -62,6 +62,14 @@ ROW_BYTES = 128
 bytes.
 """
 
+
+def swizzle_bytes(row_bytes: int) -> int:
+    """Return the swizzle width [bytes] of a tile whose rows have this number of bytes: 128, or 64 if it is no multiple
+    of 128.
+    """
+    return ROW_BYTES if row_bytes % ROW_BYTES == 0 else ROW_BYTES // 2
+
+
 CHUNK = 16
 """Bytes that a thread stores with one instruction when it zeroes a row. Four threads share a row, because four threads
 hold the same value of an array with layout `RegisterLayout.per_row`.

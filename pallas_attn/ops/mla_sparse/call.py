@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
 from pallas_attn.ops.call_base import LatentCall
-from pallas_attn.types import PagedLatent
+from pallas_attn.types import POWER_OF_TWO, PagedLatent
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +30,16 @@ class MlaSparseCall(LatentCall):
     sinks: Float[Array, "Hq"] | None
     sm_scale: float = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def small_groups(self) -> bool:
+        """Whether latents have scales that are powers of two; rotated columns are then values, too."""
+        return self.cache.scale is not None and self.cache.scale.dtype == POWER_OF_TWO
+
+    def unmeasured(self, name: str) -> str | None:
+        if name == "mosaic" and self.small_groups:
+            return "has not run on a GPU with scales that are powers of two, so it runs only if it is named"
+        return None
 
     @property
     def rope_dim(self) -> int:

@@ -15,6 +15,10 @@ of heads of a token and a range of the token's slots (`SparseItem`). One CTA per
 Here `slot` in brackets is a place for one tile in shared memory. All threads of the producer arrive at `full[slot]`
 (`CopyBarriers`) when their asynchronous copies are done. A row of a tile whose pool slot is absent (-1, or outside the
 split) is filled with zeros, and its scores are masked. A tile without absent pool slots is not masked.
+
+Records of DeepSeek-V4 (`SparseStatic.small_groups`) have scales of 7 bytes, which `cp.async` cannot copy. Two producer
+threads load the scales of a pool row before the wait for empty[slot], and store the largest scale and ratios to it in
+the tile. The tiles of a second cache follow the tiles of the first cache; a tile has rows of one cache.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from pallas_attn.mosaic.hopper.mla_fp8 import SLOTS, Fp8LoopConfig, Fp8Scratch, 
 from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, ROWS, TOKENS, copy_query, run_roles
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E
-from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_tokens
 from pallas_attn.ops.mla_sparse.mosaic_items import (
+    ROTATED,
     ChosenScratch,
     SparseInputs,
     SparseItem,
@@ -53,7 +58,8 @@ REGISTERS = 232, 40
 
 def loop_config(static: SparseStatic) -> Fp8LoopConfig:
     """Parameters of the main loop. The scales of all tokens of a gathered tile are contiguous."""
-    return Fp8LoopConfig(static.latent_dim, static.rows, static.sm_scale, page_tokens=TOKENS)
+    latent_dim = static.latent_dim - (ROTATED if static.small_groups else 0)
+    return Fp8LoopConfig(latent_dim, static.rows, static.sm_scale, TOKENS, static.small_groups)
 
 
 class SparseFp8Scratch(NamedTuple):
@@ -86,7 +92,7 @@ def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLik
         x,
         static,
         out_dtype,
-        scratch_types=SparseFp8Scratch.types(static, x.q_rope.dtype),
+        scratch_types=SparseFp8Scratch.types(static, x.q_latent.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=16),
         name="mla_sparse_fp8",
     )
@@ -108,17 +114,30 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
         plgpu.barrier_wait(loop.q_free)
         token, block, _ = item.place(static)
         heads, halves = pl.ds(block * ROWS, static.rows), (loop.q[0].at[0], loop.q[1].at[0])
-        copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, loop.q_rope.at[0], loop.q_full)
+        if static.small_groups:
+            q_rope = x.q_latent.at[token, heads, pl.ds(static.latent_dim - ROTATED, ROTATED)]
+        else:
+            q_rope = x.q_rope.at[token, heads]
+        copy_query(x.q_latent.at[token, heads], q_rope, halves, loop.q_rope.at[0], loop.q_full)
 
     def gather_pair(pair: Any, slots: tuple[TileSlots, ...]) -> None:
         """Gather each tile of a pair as soon as its slot is free."""
-        for tile in range(2):
+        exponents = []
+        if static.small_groups:
+            for chosen in slots:
+                other = {"other": x.extra_scale, "use_other": chosen.is_extra}
+                exponents.append(gather.load_exponents(x.scale, chosen.slot, **other))
+        for tile, chosen in enumerate(slots):
             slot, _ = slot_of(pair, tile)
             plgpu.barrier_wait(loop.empty.at[slot])
-            gather.store_none(slots[tile].slot, mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
-            gather.gather_rows_async(x.latents, slots[tile].slot, 0, loop.k.at[slot])
-            gather.gather_rows_async(x.rope, slots[tile].slot, 0, loop.rope.at[slot])
-            gather.gather_scales_async(x.scale, slots[tile].slot, loop.scales.at[slot, 0])
+            gather.store_none(chosen.slot, mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
+            for ref, extra, to in ((x.latents, x.extra, loop.k), (x.rope, x.extra_rope, loop.rope)):
+                other = {"other": extra, "use_other": chosen.is_extra}
+                gather.gather_rows_async(ref, chosen.slot, 0, to.at[slot], **other)
+            if static.small_groups:
+                gather.store_ratios(exponents[tile], loop.scales.at[slot, 0], loop.ratios.at[slot])
+            else:
+                gather.gather_scales_async(x.scale, chosen.slot, loop.scales.at[slot, 0])
             CopyBarriers(mem.full).arrive(slot)
 
     copy_item_query(SparseItem.first())
@@ -134,7 +153,7 @@ def _consume(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch, half:
 
     def attend_item(item: SparseItem) -> None:
         acc = mla_fp8.attend(config, mem.loop, half, tiles, item.pair, item.count)
-        _write(static, mem.loop, half, item, results, acc)
+        _write(static, x, mem.loop, half, item, results, acc)
 
     mla_fp8.begin(mem.loop, half)
     for_each_item(static, x, attend_item)
@@ -161,7 +180,9 @@ def _tile_access(mem: SparseFp8Scratch) -> Fp8TileAccess:
     return Fp8TileAccess(await_keys, await_values, mem.chosen.is_full, mask, before_release)
 
 
-def _write(static: SparseStatic, mem: Fp8Scratch, half: int, item: SparseItem, results: Any, acc: Any) -> None:
+def _write(
+    static: SparseStatic, x: SparseInputs, mem: Fp8Scratch, half: int, item: SparseItem, results: Any, acc: Any
+) -> None:
     """Write this warpgroup's columns of the output, or of the partial state, of an item.
 
     Args:
@@ -171,9 +192,13 @@ def _write(static: SparseStatic, mem: Fp8Scratch, half: int, item: SparseItem, r
     sums = mla_fp8.exchange_sums(config, mem, half)
     if isinstance(results, SparseResults):
         token, block, _ = item.place(static)
-        columns = pl.ds(half * config.widths[0], config.widths[half])
+        columns = pl.ds(half * config.widths[0], config.value_widths[half])
         to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
-        mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums), to)
+        inverse = None
+        if x.sinks is not None:
+            sink = basics.load(x.sinks.at[pl.ds(block * ROWS, static.rows)], PER_COLUMN)
+            inverse = LOG2_COLUMN_STATES.inverse(mla_fp8.load_max(mem), sums, sink)
+        mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums, inverse), to)
         if half == 0:
             results.lse[token, block, rows] = LOG2_COLUMN_STATES.lse(mla_fp8.load_max(mem), sums)
         return

@@ -31,9 +31,13 @@ from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.mosaic.primitives.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.types import POWER_OF_TWO, PagedLatent
 
 PAIR_TOKENS = 2 * TOKENS
 """Latents of a pair of tiles."""
+
+ROTATED = 64
+"""Rotated columns of a latent that are values, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class SparseStatic:
       heads: Hq, padded.
       splits: number of splits of a token's slots.
       sm_scale: factor of the scores.
+      small_groups: whether the caches have records of DeepSeek-V4: L - ROTATED fp8 columns with scales that are powers
+        of two, and ROTATED bfloat16 columns, all of them key and value.
     """
 
     latent_dim: int
@@ -58,6 +64,7 @@ class SparseStatic:
     heads: int
     splits: int
     sm_scale: float
+    small_groups: bool = False
 
     @property
     def rows(self) -> int:
@@ -75,10 +82,11 @@ class SparseInputs(NamedTuple):
 
     Attributes:
       q_latent, q_rope: [T, heads, L or R]; q_rope is None if R = 0.
-      latents: [pool slots, L + R]; fp8 [pool slots, L].
-      extra: latents of the second cache, [pool slots, L + R], or None.
-      scale: float32 [pool slots, L / LATENT_GROUP] for fp8 latents, else None.
-      rope: [pool slots, R] for fp8 latents, else None.
+      latents: [pool slots, L + R]; fp8 [pool slots, L], or [pool slots, L - ROTATED] with `small_groups`.
+      scale: float32 [pool slots, L / LATENT_GROUP] for fp8 latents, else None. With `small_groups` uint8 [pool slots,
+        groups], the exponents.
+      rope: [pool slots, R] for fp8 latents, with `small_groups` [pool slots, ROTATED]; else None.
+      extra, extra_scale, extra_rope: the same arrays of the second cache, or None.
       slots: int32 [T·K], the slots of all tokens.
       ends: int32 [T], for each token one plus the index of its last slot in the pool; 0 if it has none.
       sinks: float32 [heads], padded to whole blocks of ROWS, or None.
@@ -87,9 +95,11 @@ class SparseInputs(NamedTuple):
     q_latent: Any
     q_rope: Any
     latents: Any
-    extra: Any
     scale: Any
     rope: Any
+    extra: Any
+    extra_scale: Any
+    extra_rope: Any
     slots: Any
     ends: Any
     sinks: Any
@@ -98,8 +108,7 @@ class SparseInputs(NamedTuple):
     def of(call: MlaSparseCall, static: SparseStatic) -> SparseInputs:
         """Return the inputs of a call, with queries and sinks padded to the number of heads."""
         padding = ((0, 0), (0, static.heads - call.q_latent.shape[1]), (0, 0))
-        cache, extra = call.cache, call.extra_cache
-        scale, rope = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (cache.scale, cache.rope))
+        cache, extra = _pool_arrays(call.cache), _pool_arrays(call.extra_cache)
         (_, in_pool), *extra_pools = call.pools
         slots = call.slots
         for _, extra_slots in extra_pools:
@@ -110,14 +119,22 @@ class SparseInputs(NamedTuple):
         return SparseInputs(
             q_latent=jnp.pad(call.q_latent, padding),
             q_rope=None if call.q_rope is None else jnp.pad(call.q_rope, padding),
-            latents=cache.pages.reshape(-1, cache.pages.shape[-1]),
-            extra=None if extra is None else extra.pages.reshape(-1, extra.pages.shape[-1]),
-            scale=scale,
-            rope=rope,
+            **dict(zip(("latents", "scale", "rope"), cache, strict=True)),
+            **dict(zip(("extra", "extra_scale", "extra_rope"), extra, strict=True)),
             slots=slots.reshape(-1),
             ends=jnp.max(jnp.where(in_pool >= 0, place, 0), axis=1),
             sinks=None if sinks is None else jnp.pad(sinks, (0, static.blocks * ROWS - sinks.shape[0])),
         )
+
+
+def _pool_arrays(cache: PagedLatent | None) -> list[Any]:
+    """Return the arrays pages, scale and rope of a cache as [pool slots, columns], or None. Scales that are powers of
+    two become uint8 exponents.
+    """
+    arrays = [None] * 3 if cache is None else [cache.pages, cache.scale, cache.rope]
+    if arrays[1] is not None and arrays[1].dtype == POWER_OF_TWO:
+        arrays[1] = lax.bitcast_convert_type(arrays[1], jnp.uint8)
+    return [None if x is None else x.reshape(-1, x.shape[-1]) for x in arrays]
 
 
 class SparseResults(NamedTuple):

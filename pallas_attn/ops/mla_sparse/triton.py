@@ -38,7 +38,7 @@ from pallas_attn.triton.quantise import dequantise, f32_from_power_of_two, tenso
 from pallas_attn.triton.softmax import softmax_step
 from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_chunked_state
 from pallas_attn.triton.tiles import power_of_two
-from pallas_attn.types import POWER_OF_TWO, PagedLatent, latent_group
+from pallas_attn.types import PagedLatent, latent_group
 
 MIN_STEPS = 4
 """Minimum number of steps of a split. With fewer steps, the merge costs more than the split saves."""
@@ -48,14 +48,13 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     num_tokens, num_heads, latent_dim = call.q_latent.shape
     rope_dim, top_k = call.rope_dim, call.slots.shape[1]
     card, cache, extra = device.triton_card(), call.cache, call.extra_cache
-    small_groups = cache.scale is not None and cache.scale.dtype == POWER_OF_TWO
-    if small_groups:
+    if call.small_groups:
         _require_small_groups(call)
     else:
         caches.require_latents(call.q_latent, cache, rope_dim)
         if extra is not None and cache.is_quantised:
             raise NotImplementedError("does not take two caches with float32 scales in one call")
-    options = {"quantised": cache.is_quantised, "small_groups": small_groups}
+    options = {"quantised": cache.is_quantised, "small_groups": call.small_groups}
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, **options)
     first_extra = -(-top_k // tile.tokens) * tile.tokens
     num_slots = top_k if call.extra_slots is None else first_extra + call.extra_slots.shape[1]
@@ -83,7 +82,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
             "FIRST_EXTRA": first_extra,
             "NUM_SLOTS": num_slots,
             "PAGES_WIDTH": pages_width,
-            "SMALL_GROUPS": small_groups,
+            "SMALL_GROUPS": call.small_groups,
             "ROWS": tile.rows,
             "BLOCKS": blocks,
             "SPLITS": splits,
