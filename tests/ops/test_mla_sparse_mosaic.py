@@ -94,7 +94,7 @@ def test_scales_of_records_may_differ_by_any_factor() -> None:
     exponents.reshape(-1, 2)[slot, 1] = 255
     is_nan = (arguments["slots"] == slot).any(axis=1)
     scale = exponents.view(ml_dtypes.float8_e8m0fnu)
-    arguments["cache"] = replace(arguments["cache"], scale=jnp.asarray(scale))
+    arguments = jax.tree.map(jnp.asarray, arguments | {"cache": replace(arguments["cache"], scale=scale)})
     call = functools.partial(mla_sparse, sm_scale=SM_SCALE, return_lse=True)
     got = jax.jit(functools.partial(call, implementation="mosaic"))(**arguments)
     expected = call(**arguments, implementation="reference", out_dtype=jnp.float32)
@@ -106,7 +106,7 @@ def test_scales_of_records_may_differ_by_any_factor() -> None:
 def test_kernel_for_records_runs_only_if_it_is_named() -> None:
     """The kernel has not run on a GPU, so `explain` and calls without a name choose another implementation."""
     case = replace(RECORDS, chosen=(3,), top_k=4, heads=2, latent_dim=192, scaled=128, extra=(), sinks=False)
-    arguments = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16").arguments()
+    arguments = jax.tree.map(jnp.asarray, SparseInputs.draw(case, harness.fresh_rng(), "bfloat16").arguments())
     explained = explain("mla_sparse", **arguments, sm_scale=SM_SCALE)
     assert explained.chosen != "mosaic"
     assert "runs only if it is named" in explained.refused["mosaic"]

@@ -209,8 +209,9 @@ def load_exponents(
         loaded = []
         for group in _own_groups(groups):
             place = arith.addi(address, arith.extui(ir.IntegerType.get_signless(64), group))
-            loaded.append(llvm.inline_asm(i32(), [place, given], LOAD_BYTE, "=r,l,b", has_side_effects=True))
-        return [_per_thread(row, word) for word in loaded]
+            word: Any = llvm.inline_asm(i32(), [place, given], LOAD_BYTE, "=r,l,b", has_side_effects=True)
+            loaded.append(_per_thread(row, word))
+        return loaded
 
     return tuple(load(ref, row, *(() if other is None else (other, use_other))))
 
@@ -275,8 +276,9 @@ def _own_groups(groups: int) -> list[ir.Value]:
     """
     _, lane = warp_and_lane()
     share = -(-groups // 2)
-    first = times(shifted(lane, 4), share)
-    return [arith.minui(plus(first, mgpu.c(i, i32())), mgpu.c(groups - 1, i32())) for i in range(share)]
+    first, last = times(shifted(lane, 4), share), mgpu.c(groups - 1, i32())
+    own: list[Any] = [arith.minui(plus(first, mgpu.c(i, i32())), last) for i in range(share)]
+    return own
 
 
 def _per_thread(like: Any, number: ir.Value) -> Any:
@@ -370,7 +372,8 @@ def _chosen_begin(ref: ir.Value, chosen: Sequence[Any]) -> ir.Value:
         return begin
     other, use_other = chosen
     is_other = arith.cmpi(arith.CmpIPredicate.eq, use_other.registers.item(), mgpu.c(1, i32()))
-    return arith.select(is_other, _begin(other), begin)
+    chosen_begin: Any = arith.select(is_other, _begin(other), begin)
+    return chosen_begin
 
 
 def _address(begin: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
