@@ -632,9 +632,10 @@ def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descrip
 def transposed_left_steps(ref: ir.Value) -> Descriptors:
     """Return the descriptors of the left operand refᵀ [64, K], for ref [K, 64] in shared memory."""
     (depth, rows), _ = mma_utils.tiled_memref_shape(ref)
-    (base, (_, (step,))), *_ = mma_utils.create_descriptor(
+    described: Any = mma_utils.create_descriptor(
         mgpu.memref_transpose(ref, (1, 0, 3, 2)), swizzle=ROW_BYTES, group_size=(rows, depth), logical_k_major=False
     )
+    (base, (_, (step,))), *_ = described
     return Descriptors(base, [mma_utils.encode_addr(i * step) for i in range(depth // DEPTH)], transposed=True)
 
 
