@@ -238,6 +238,7 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     "mosaic-8 bits", "mosaic-40 heads, wide latents", "mosaic-bfloat16 over 8 bits", "mosaic-bfloat16",
     "mosaic-67 heads, pairs of tiles", "mosaic-two caches, wide", "triton-float16, latents of 96",
     "mosaic-8 bits, all columns are values, wide", "mosaic-two caches, 8 bits, all columns are values",
+    "mosaic-8 bits, all columns are values",
 )  # fmt: skip
 @backends.every_case("mla_sparse", CASES)
 @in_every_run(
