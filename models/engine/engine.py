@@ -367,8 +367,8 @@ class Engine:
         After this call no step compiles, unless `watch_written` is called later. Without this call, a program is
         compiled when the first step needs it.
 
-        Without `wait`, the call returns when the programs of the largest shapes are compiled. They serve every step,
-        with more padding. A thread compiles the other programs (docs/compiled_steps.md).
+        If `wait` is False, the call returns when the programs of the largest shapes are compiled. They serve every
+        step, with more padding. A thread compiles the other programs (docs/compiled_steps.md).
 
         Args:
           on_compiled: function (number of compiled shapes, number of all shapes to compile) that is called when

@@ -54,7 +54,7 @@ class StepLoop:
         Args:
           runner: samples, and has the engine's clock.
           ranks: plan steps and receive their tokens.
-          transfers: launches steps, and pages may arrive for their prompts.
+          transfers: launches steps, and receives pages of prompts from other engines.
           requests: records of all requests.
           log: receives a record of each step.
           capture_logits: whether to store the logits of all prompt tokens in `requests`.

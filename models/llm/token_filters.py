@@ -82,10 +82,11 @@ class BadWords:
 
 
 def _slices() -> list[str]:
-    """Return regular expressions whose tokens llguidance allows together if a grammar allows all their texts.
+    """Return regular expressions of token classes. If a grammar allows all texts of a class, llguidance allows its
+    tokens without checking each.
 
-    llguidance examines other tokens one by one. Its own expressions are contained in JSON strings. The added ones are
-    contained in classes of letters, digits and spaces with a limited number of repetitions.
+    The classes of llguidance are for JSON strings. The added ones are for letters, digits and spaces, repeated up to 16
+    times.
     """
     return [*llguidance.LLTokenizer.general_slices(), *(f"[{chars}]{{1,16}}" for chars in _CLASSES)]
 
@@ -292,8 +293,8 @@ class GrammarFilter:
         return new if self._eos.isdisjoint(new) else None
 
     def _allows(self, token: int) -> bool:
-        """Whether the matcher certainly consumes this token, because its last mask has it. A matcher that does not
-        consume a token fails and cannot be rolled back, unless `try_consume_tokens` is called."""
+        """Whether the last mask has this token, so that the matcher consumes it. Other tokens need
+        `try_consume_tokens`: after any other call, a matcher that rejects a token cannot be rolled back."""
         mask = self._mask
         return mask is not None and 0 <= token < 32 * len(mask) and bool(mask[token // 32] >> (token % 32) & 1)
 
@@ -307,8 +308,8 @@ class GrammarFilter:
         return self._set_consumed(consumed, new[:accepted]) and accepted == len(new)
 
     def _take_consumed(self) -> list[int]:
-        """Return the consumed tokens, and mark them as unknown until `_set_consumed` is called, also after an
-        exception."""
+        """Return the consumed tokens. Until `_set_consumed` is called they are unknown, so that the next call after an
+        exception resets the matcher."""
         consumed, self._consumed, self._mask = self._consumed or [], None, None
         return consumed
 
@@ -323,7 +324,7 @@ class GrammarFilter:
         """Return the mask after `num_tokens` output tokens, with changes, for a mask from llguidance."""
         self._record_error()
         mask[-1] &= self._last_word
-        self._mask = mask
+        self._mask = mask.copy()  # `mask` is a row of the array of all filters, and the caller may change it
         if num_tokens < self._min_tokens and (later := mask & ~self._ends).any():
             return later
         return mask if mask.any() else self._only_eos

@@ -22,7 +22,7 @@ QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 DEEPSEEK_ENDS = ("<｜end▁of▁sentence｜>",)
 GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 THINK_ENDS = (*QWEN_ENDS, *DEEPSEEK_ENDS, *GLM_ENDS[1:])
-"""Special tokens that end a message."""
+"""Special tokens that end a message in formats with <think> tags."""
 
 
 class ParserNames(NamedTuple):
@@ -50,7 +50,7 @@ _SIGNS = {
     None: (CALL, "<function="),  # an unknown format
     "hermes": (CALL,),
 }
-"""Texts of a chat template that all belong to a format. The first format applies."""
+"""Strings by format. A chat template has the first format of which it contains all strings."""
 
 
 def family_of(model_type: str, chat_template: str | None) -> ParserNames:
@@ -61,6 +61,8 @@ def family_of(model_type: str, chat_template: str | None) -> ParserNames:
     reasoning = "think" if END_THINK in template or THINK in template else None
     for family, signs in _SIGNS.items():
         if all(sign in template for sign in signs):
+            if family is None:
+                break
             return ParserNames(family, reasoning)
     return ParserNames("llama3_json" if model_type == "llama" and "ipython" in template else None, reasoning)
 

@@ -11,7 +11,7 @@ from pallas_attn.models.server.formats import ParserNames
 
 
 def _limit(default: Any, text: str) -> Any:
-    """Return a field with the help of its option."""
+    """Return a dataclass field whose metadata has the help text of its option."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 

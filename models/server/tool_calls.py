@@ -72,9 +72,9 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
     content. If the arguments of a call become invalid JSON after a part of them was returned, the arguments end there
     and the rest of the text is content. Arguments are incomplete if the output ends within them.
 
-    Attributes describe a format. `markers` and `ends` are for the parser, the others are what a model writes, in which
-    {name} stands for a name. A message is `first`, calls with `between` between them, and `last`. A call is `head`, the
-    arguments and `tail`. The parser accepts other white space, too.
+    Attributes describe a format. The parser uses `markers` and `ends`. The other attributes are templates of the output
+    of a model, with the placeholder {name}. A message consists of `first`, calls separated by `between`, and `last`. A
+    call consists of `head`, the arguments and `tail`. The parser also accepts other white space.
 
     Attributes:
       ends: special tokens that end a message.
@@ -269,7 +269,7 @@ class _DeepSeek(ToolCallParser):
         if fence.strip() and not fence.lstrip().startswith("```"):  # of V3
             name, _, fence = fence.strip().partition("\n")
         name, is_fence = name.strip(), fence.strip() in ("", "```", "```json")
-        if end != "{" or not separator or not is_fence or not self._is_function(name):
+        if end != "{" or text.count(separator) != 1 or not is_fence or not self._is_function(name):
             self._content(text.replace(CALL_SEPARATOR, ""))
             return
         yield from self._read_arguments(name)
@@ -291,10 +291,11 @@ class _Tagged(ToolCallParser):
       end_name: "" if the name ends before the next tag.
       default_is_text: whether values of parameters that the schema does not declare are texts.
       is_in_lines: whether a line break after `end_key` and before `end_value` does not belong to the value.
+      has_constants: whether True, False and None are values that are not texts.
     """
 
     outer = function = end_name = end = key = end_key = value = end_value = ""
-    default_is_text, is_in_lines = True, False
+    default_is_text, is_in_lines, has_constants = True, False, False
 
     def _read_call(self, marker: str) -> Steps[None]:
         if marker != (self.outer or self.function):
@@ -333,8 +334,8 @@ class _Tagged(ToolCallParser):
         return None
 
     def _read_header(self, end: str) -> Steps[str | None]:
-        """Consume a name and the marker after it, which is in the same line, or a name before any tag if the marker is
-        "". Return the name; None if the text cannot be a name, so that it is content."""
+        """Consume a name and then `end` in the same line. If `end` is "", the name ends before the next tag, which is
+        not consumed. Return the name; None if the text cannot be a name, so that it is content."""
         parts: list[str] = []
         ends = (end,) if end else (self.key, self.end)
         others = ("\n", *self._markers) if end else self._markers
@@ -363,7 +364,10 @@ class _Tagged(ToolCallParser):
             self._argument('"')
         end = yield from self._read_until(ends, self._string_part if is_string else parts.append)
         if end is not None:
-            self._argument('"' if is_string else _as_json("".join(parts)))
+            text = "".join(parts)
+            if self.has_constants:
+                text = _CONSTANTS.get(text.strip(), text.strip())
+            self._argument('"' if is_string else _as_json(text))
         return end is not None
 
     def _string_part(self, text: str) -> None:
@@ -376,7 +380,7 @@ class _QwenCoder(_Tagged):
     parameter, after_value = "<parameter={name}>\n", "\n</parameter>\n"
     outer, function, end_name, end = CALL, "<function=", ">", "</function>"
     key, end_key, end_value = "<parameter=", ">", "</parameter>"
-    is_in_lines = True
+    is_in_lines = has_constants = True
 
 
 class _Glm(_Tagged):
@@ -403,10 +407,12 @@ class _DsmlV4(_Dsml):
     first, last = f"<{DSML}tool_calls>\n", f"</{DSML}tool_calls>"
 
 
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+"""JSON of constants of Python, which the chat template of Qwen3-Coder writes."""
+
+
 def _as_json(text: str) -> str:
-    """Return a text unchanged if it is JSON or a constant of Python, otherwise as a JSON string."""
-    constants = {"True": "true", "False": "false", "None": "null"}  # the chat template of Qwen3-Coder writes them
-    text = constants.get(text.strip(), text)
+    """Return JSON for a text: JSON without outer white space, other text as a JSON string."""
     try:
         json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):

@@ -115,7 +115,7 @@ def test_prompt_logits(devices: str):
 
 
 def without_sums(patch: Patch) -> None:
-    patch.setattr(deepseek_v4.V4Layer, "_added_up", lambda layer, x: x)
+    patch.setattr(deepseek_v4, "sum_over", lambda x, axes: x)
 
 
 def sinks_of_other_heads(patch: Patch) -> None:

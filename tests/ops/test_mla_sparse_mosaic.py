@@ -109,7 +109,7 @@ def test_kernel_for_records_runs_only_if_it_is_named() -> None:
     arguments = jax.tree.map(jnp.asarray, SparseInputs.draw(case, harness.fresh_rng(), "bfloat16").arguments())
     explained = explain("mla_sparse", **arguments, sm_scale=SM_SCALE)
     assert explained.chosen != "mosaic"
-    assert "runs only if it is named" in explained.refused["mosaic"]
+    assert "needs implementation='mosaic'" in explained.refused["mosaic"]
     assert explain("mla_sparse", **arguments, sm_scale=SM_SCALE, implementation="mosaic").chosen == "mosaic"
     with mock.patch.object(mosaic_sm90, "mla_sparse", side_effect=AssertionError):
         mla_sparse(**arguments, sm_scale=SM_SCALE)

@@ -122,6 +122,7 @@ CASES = {
     "v3": ("deepseek_v3", "Hm." + v3(*TWO), ["Hm.", *TWO]),
     "v3: text in the place of arguments": ("deepseek_v3", v3(("clock", "now")), ["functionclock\n```json\nnow\n```"]),
     "v3: no separator": ("deepseek_v3", "<｜tool▁call▁begin｜>clock<｜tool▁call▁end｜>!", ["clock!"]),
+    "v3: two separators": ("deepseek_v3", v3(("<｜tool▁sep｜>clock", "{}")), ["functionclock\n```json\n{}\n```"]),
     "v31": ("deepseek_v31", "Hm. " + v31(*TWO), ["Hm.", *TWO]),
     "v31: fence": ("deepseek_v31", v31(("clock", "```json\n{}\n```")), [("clock", "{}")]),
     "glm": (
@@ -131,8 +132,8 @@ CASES = {
     ),
     "glm: lines": (
         "glm",
-        glm("weather", ("city", "1"), ("days", "two"), ("x", "NaN"), space="\n") + "<|observation|>",
-        [("weather", '{"city": "1", "days": "two", "x": "NaN"}')],
+        glm("weather", ("city", "1"), ("days", "two"), ("x", "None"), space="\n") + "<|observation|>",
+        [("weather", '{"city": "1", "days": "two", "x": "None"}')],
     ),
     "glm: unfinished": (
         "glm",

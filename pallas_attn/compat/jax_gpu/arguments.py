@@ -17,8 +17,10 @@ TUNING = ("block_h", "block_k", "pages_per_compute_block", "k_splits", "num_warp
 
 
 def warn_about_tuning(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Warn once per process that tuning arguments have no effect, if one of the arguments `given` of `function` differs
-    from its default.
+    """Warn once per process that tuning arguments have no effect, if one of them differs from its default.
+
+    Args:
+      given: the arguments of `function`, by name.
     """
     defaults = _defaults(function)
     if changed := [name for name in TUNING if name in given and given[name] != defaults[name]]:

@@ -1,9 +1,9 @@
 """Gather rows of a pool into swizzled tiles in shared memory, with `cp.async` copies of a warpgroup's threads.
 
 A pool row is the cached latent of one token, and a tile is 64 rows in shared memory. These functions use `cp.async`,
-because TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Adjacent threads copy as many bytes
-of a row at a time as the swizzle of the tile has, so that eight threads access all shared-memory banks: eight threads
-copy 128 bytes of a row, or four threads 64 bytes of each of two rows.
+because TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. The threads that share a row copy
+one swizzle width at a time, so that eight threads access all shared-memory banks: eight threads copy 128 bytes of a
+row, or four threads 64 bytes of each of two rows.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ class Fp8TileAccess(NamedTuple):
 
     Attributes:
       await_keys: await_keys(slot, use) waits until the tile has arrived and tensor cores may read its rotated keys.
-      await_values: await_values(slot, use) waits until the tile has arrived and threads may read its latents.
+      await_values: await_values(slot, use) waits until the tile has arrived and threads may read its latents. If
+        rotated columns are values, warpgroup 1 calls `await_keys` instead.
       is_full: is_full(slot) returns whether every query row sees every token of the tile.
       mask: mask(slot, s) returns the masked scores [TOKENS, rows]. It is called if `is_full` is False, by the warpgroup
         that scores the tile. It sets scores to -inf where a query row does not see a token. For tokens that no query

@@ -264,9 +264,9 @@ def _times_ratios(latent: Ref, ratios: Ref) -> jax.Array:
 def add_values(
     total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref, rotated: tuple[Ref, Ref] | None = None
 ) -> jax.Array:
-    """Return total + Cᵀ P for the channels `first` to `first` + K - 1, float32 [K, N].
+    """Return total + Cᵀ P for K channels from `first` on, float32 [K, N].
 
-    With `rotated`, the last BLOCK rows of `total` are for the rotated columns.
+    With `rotated`, `total` and the result have K + BLOCK rows: the last BLOCK rows are for the rotated columns.
 
     Args:
       total: float32 [K, N], rows in the order of `as_values`; rows of rotated columns in the order of the columns.

@@ -43,5 +43,5 @@ class FlashConfig:
         """Raise NotImplementedError unless the kernel is enabled."""
         if not self.enabled:
             raise NotImplementedError(
-                "needs a configuration that enables the Mosaic kernel for wide heads, because it has not run on a GPU"
+                "needs FlashConfig(enabled=True), because this kernel for heads of 512 columns has not run on a GPU"
             )

@@ -38,7 +38,7 @@ class MlaSparseCall(LatentCall):
 
     def unmeasured(self, name: str) -> str | None:
         if name == "mosaic" and self.small_groups:
-            return "has not run on a GPU with scales that are powers of two, so it runs only if it is named"
+            return "needs implementation='mosaic': not run on a GPU with scales that are powers of two"
         return None
 
     @property

@@ -175,7 +175,8 @@ def _tile_access(mem: SparseFp8Scratch) -> Fp8TileAccess:
         return jnp.where(over_tokens(is_none, s.shape) == 0, s, -jnp.inf)
 
     def before_release() -> None:
-        """Do nothing: cp.async writes and these reads both use the generic proxy, so no proxy fence is needed."""
+        """Do nothing: threads read latents through the generic proxy, in which cp.async writes, and reads of wgmma have
+        completed."""
 
     return Fp8TileAccess(await_keys, await_values, mem.chosen.is_full, mask, before_release)
 

@@ -110,8 +110,8 @@ class StagedPieces(NamedTuple):
 
     @staticmethod
     def types(static: FlashStatic, dtype: Any, scale_slots: int) -> StagedPieces:
-        """Return the scratch types. The staging buffer has a tile; with scales per token, which also take shared
-        memory, a piece less.
+        """Return the scratch types. The staging buffer has one tile, or one piece less with scales per token, which
+        need the memory.
 
         Args:
           dtype: dtype of the cache.

@@ -440,7 +440,7 @@ class PagedTile(NamedTuple):
 
         def load(i: Any, pages: jax.Array) -> jax.Array:
             following = self.locate(i + 1)
-            if has_one_stage:  # consumers empty the only slot of keys after they have multiplied the queries
+            if has_one_stage:  # first: consumers need these queries to empty the only slot of keys
                 load_later_queries(i)
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1, following))
             pl.when(i >= 0)(lambda: values(i, pages))
@@ -506,7 +506,7 @@ class PagedTile(NamedTuple):
                 else:
                     copy(place + 1, following, piece - pieces, slot, full)
 
-            load_later_queries(place - 1)  # consumers empty the only slot of keys after they multiplied the queries
+            load_later_queries(place - 1)  # first: consumers need these queries to empty the only slot of keys
 
             @pl.when(order.has_keys(place))
             def _keys() -> None:

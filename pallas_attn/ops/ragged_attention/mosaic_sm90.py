@@ -235,7 +235,7 @@ class RaggedTile(NamedTuple):
         has_one_stage = static.stages == 1
 
         def load(i: Any, _: None) -> None:
-            if has_one_stage:  # consumers empty the only slot of keys after they have multiplied the queries
+            if has_one_stage:  # first: consumers need these queries to empty the only slot of keys
                 load_later_queries(i)
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1))
             pl.when(i >= 0)(lambda: values(i))
