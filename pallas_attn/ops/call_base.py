@@ -37,8 +37,8 @@ class OperationCall:
         return self
 
     def unmeasured(self, name: str) -> str | None:
-        """Return why the implementation `name` runs this call only if the caller names it; None if it is also chosen
-        automatically.
+        """Return why the implementation `name` runs this call only if the caller names it and no other implementation;
+        None if it is also chosen automatically.
         """
         return None
 

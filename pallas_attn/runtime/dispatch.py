@@ -116,12 +116,11 @@ def implementations(op: str) -> tuple[str, ...]:
 
 def is_named(implementation: Implementation) -> bool:
     """Return whether the caller or the environment variable selects implementations by name."""
-    named = implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
-    return named and not _EXPLAINS_AUTOMATIC.get()
+    return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
 
 
-_EXPLAINS_AUTOMATIC = contextvars.ContextVar("explains_automatic", default=False)
-"""Whether `explain` tries candidates of a call that names no implementation. It passes the name of each candidate."""
+_EXPLAINS_SEVERAL = contextvars.ContextVar("explains_several", default=False)
+"""Whether `explain` tries the candidates of a call that does not name exactly one. It passes the name of each."""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -293,19 +292,20 @@ class _Chosen:
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
 
-        named = is_named(self.implementation)
-        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, named))
+        is_only = is_named(self.implementation) and len(candidates(self.op, self.implementation)) == 1
+        measured = not is_only or _EXPLAINS_SEVERAL.get()
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, measured))
 
 
 def _attempt(
     bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]],
-    named: bool,
+    measured: bool,
     name: str,
     function: kernel_cache.NamedFunction,
 ) -> Any:
-    """Run a call with one implementation. `named` is whether the caller named it."""
+    """Run a call with one implementation. `measured` is whether a kernel that has not run on a GPU is refused."""
     call, arrays, rest = bounded()
-    if not named and (reason := call.unmeasured(name)):
+    if measured and (reason := call.unmeasured(name)):
         raise NotImplementedError(reason)
     if name not in KERNELS:
         return function(call)
@@ -366,7 +366,7 @@ def explain(
         return function(*args, **kwargs, implementation=name)
 
     names, named = candidates(chooser, implementation), is_named(implementation)
-    token = _EXPLAINS_AUTOMATIC.set(not named)
+    token = _EXPLAINS_SEVERAL.set(not named or len(names) > 1)
     try:
         for name in names:
             try:
@@ -377,5 +377,5 @@ def explain(
             else:
                 return Explanation(op, name, refused)
     finally:
-        _EXPLAINS_AUTOMATIC.reset(token)
+        _EXPLAINS_SEVERAL.reset(token)
     return Explanation(op, None, refused)

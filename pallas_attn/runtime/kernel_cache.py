@@ -70,6 +70,7 @@ DISTRIBUTIONS = (
     "jax-cuda12-pjrt",
     "jax-cuda13-pjrt",
     "triton",
+    "jax-triton",
 )
 SETTINGS = (
     *("jax_enable_x64", "jax_explicit_x64_dtypes", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
@@ -222,7 +223,8 @@ def _has_typed_mesh() -> bool:
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(jax.config, name, None)) for name in SETTINGS)
+    launcher = (device.JAX_TRITON_VARIABLE, device.calls_jax_triton())
+    return (*((name, getattr(jax.config, name, None)) for name in SETTINGS), launcher)
 
 
 @dataclasses.dataclass(frozen=True)

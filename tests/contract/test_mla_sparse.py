@@ -399,6 +399,21 @@ GOOD: dict[str, Any] = {
     "sm_scale": 0.1,
 }
 EXTRA = {"extra_slots": jnp.zeros((4, 6), jnp.int32)}
+
+
+def records(latent_dim: int) -> PagedLatent:
+    """Return records of DeepSeek-V4 with 512 columns, of which `latent_dim` are in fp8."""
+    spec = latent_cache_spec(
+        num_pages=2,
+        page_size=3,
+        latent_dim=latent_dim,
+        rope_dim=512 - latent_dim,
+        dtype=jnp.float8_e4m3fn,
+        scale_dtype=jnp.float8_e8m0fnu,
+    )
+    return PagedLatent.allocate(spec)
+
+
 BAD = {
     "q_latent of rank 4": ("q_latent", {"q_latent": jnp.zeros((4, 1, 3, 128))}),
     "q_rope of other heads": ("q_rope", {"q_rope": jnp.zeros((4, 2, 32))}),
@@ -420,6 +435,16 @@ BAD = {
     "a second cache of another dtype": (
         "extra_cache.pages",
         {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160), jnp.bfloat16)), **EXTRA},
+    ),
+    "a second cache with fewer columns in fp8": (
+        "extra_cache.pages",
+        {
+            "q_latent": jnp.zeros((4, 3, 512), jnp.bfloat16),
+            "q_rope": None,
+            "cache": records(448),
+            "extra_cache": records(384),
+            **EXTRA,
+        },
     ),
     "an array for a second cache": ("extra_cache", {"extra_cache": jnp.zeros((2, 3, 160)), **EXTRA}),
     "slots of other tokens in a second cache": (

@@ -256,7 +256,7 @@ def test_compile_ahead(cache_folder: Path) -> None:
     assert compiled.call_count == 3
 
 
-@pytest.mark.parametrize("what", ["card", "setting", "threefry", "sources", "file"])
+@pytest.mark.parametrize("what", ["card", "setting", "threefry", "jax-triton", "sources", "file"])
 def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
@@ -268,6 +268,9 @@ def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypat
     elif what == "threefry":
         with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
             run(Call(X, Y))
+    elif what == "jax-triton":
+        monkeypatch.setenv(device.JAX_TRITON_VARIABLE, "1")
+        run(Call(X, Y))
     else:
         forget()
         changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}

@@ -78,6 +78,8 @@ class MlaSparseCall(LatentCall):
                 checks.check_dtype("extra_cache.scale", self.extra_cache.scale, (self.cache.scale.dtype,))
             if self.cache.rope is not None:
                 checks.check_dtype("extra_cache.rope", self.extra_cache.rope, (self.cache.rope.dtype,))
+            if (got := self.extra_cache.pages.shape[2]) != (expected := self.cache.pages.shape[2]):
+                raise ValueError(f"extra_cache.pages: expected {expected} columns, as in cache.pages, got {got}")
             dims.check("extra_slots", self.extra_slots, "T Ke", checks.INT)
         elif self.extra_slots is not None:
             raise ValueError("extra_slots: expected None without extra_cache")

@@ -264,6 +264,8 @@ class PagedLoader(PackedLoader):
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one page, got {got}")
         scales = dequantize.scale_layout(kv)
         in_pieces = scales is not None and settings.column_parts > 1
+        if in_pieces and scales == "channel":
+            raise NotImplementedError("takes scales per head, token or token group with two column parts, got channel")
         static = FlashStatic(
             head_dim,
             head_dim,
