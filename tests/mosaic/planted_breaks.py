@@ -95,9 +95,9 @@ BREAKS: dict[str, PlantedBreak] = {
         f"{STAGES}[bfloat16]",
     ),
     "decode: the cap is half as high": PlantedBreak(
-        PRODUCTS,
-        "return soft_cap - 2 * soft_cap * _reciprocal(1 +",
-        "return soft_cap - soft_cap * _reciprocal(1 +",
+        "pallas_attn/mosaic/primitives/soft_cap.py",
+        "return soft_cap - 2 * soft_cap * reciprocal(1 +",
+        "return soft_cap - soft_cap * reciprocal(1 +",
         f"{STAGES}[fp8 in 4 groups, heads of 256, soft cap]",
     ),
     "wide decode: the second half of the output has the first columns": PlantedBreak(
