@@ -533,7 +533,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "ragged_attention": operation(Cases("ragged_attention_wide_nvidia_h200"), Cases("ragged_attention_nvidia_h200")),
     "paged_prefill": operation(Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_nvidia_h200")),
     "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
-    "paged_prefill-gemma4": operation(Cases("paged_prefill_gemma4_nvidia_h200")),
+    "paged_prefill-gemma4": operation(
+        Cases("paged_prefill_gemma4_nvidia_h200"), Cases("ragged_attention_gemma4_nvidia_h200")
+    ),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
     "write_kv": kernels("write_kv_nvidia_h200"),
     "write_latent": kernels("write_latent_nvidia_h200"),

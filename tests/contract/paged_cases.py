@@ -329,22 +329,14 @@ UNSUPPORTED = {
 """By backend: names of the cases that it does not support, and a pattern of the error message of each."""
 
 
-def too_wide(cases: Mapping[str, PagedCase], of_16_bits: tuple[int, ...] = ()) -> dict[str, str]:
+def too_wide(cases: Mapping[str, PagedCase], supported: tuple[int, ...] = ()) -> dict[str, str]:
     """Return the error messages of the cases with wide heads, for kernels that do not support them.
 
     Args:
-      of_16_bits: widths above 256 that are supported for caches of 16 bits.
+      supported: widths above 256 that the kernels support.
     """
     wide = {name: case for name, case in cases.items() if case.head_dim > 256 and name not in UNSUPPORTED["mosaic"]}
-    messages = {
-        True: "takes heads of width 64, 128 or 256, got|needs a configuration",
-        False: "takes heads of width 64, 128",
-    }
-    return {
-        name: messages[case.cache_dtype is not None]
-        for name, case in wide.items()
-        if case.cache_dtype is not None or case.head_dim not in of_16_bits
-    }
+    return {name: "takes heads of width 64, 128" for name, case in wide.items() if case.head_dim not in supported}
 
 
 def unsupported(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:

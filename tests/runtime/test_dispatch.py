@@ -424,7 +424,13 @@ def test_explain_accepts_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None
     [
         ("paged_decode", (9, 0), {}, None),
         ("paged_prefill", (9, 0), {}, None),
-        ("paged_prefill", (9, 0), {"cache_dtype": "int8", "scales": "head"}, "needs FlashConfig(enabled=True)"),
+        ("paged_prefill", (9, 0), {"cache_dtype": "int8", "scales": "head"}, None),
+        (
+            "paged_prefill",
+            (9, 0),
+            {"cache_dtype": "int8", "scales": "channel"},
+            "takes scales per head, token or token group",
+        ),
         ("paged_decode", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512"),
         ("paged_prefill", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512"),
     ],

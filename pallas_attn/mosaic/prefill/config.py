@@ -18,15 +18,12 @@ class FlashConfig:
       consumers: consumer warpgroups. Each has 64 query rows on Hopper, 128 on Blackwell.
       column_parts: number of consumers that share query rows. Each of them has a part of the columns of the output,
         because all columns do not fit the registers of one consumer.
-      enabled: whether the kernel runs with these sizes. If not, the call is unsupported, and another implementation
-        runs. A measured configuration or `tuning.deciding` may enable the kernel.
     """
 
     tile_keys: int
     stages: int
     consumers: int
     column_parts: int = 1
-    enabled: bool = True
 
     def __post_init__(self) -> None:
         if self.tile_keys not in (64, 128, 192, 256):
@@ -38,10 +35,3 @@ class FlashConfig:
             raise ValueError(f"{self.consumers=} must be from 1 to 3")
         if self.column_parts not in (1, 2) or self.consumers % self.column_parts:
             raise ValueError(f"{self.column_parts=} must be 1, or 2 with 2 consumers")
-
-    def require_enabled(self) -> None:
-        """Raise NotImplementedError unless the kernel is enabled."""
-        if not self.enabled:
-            raise NotImplementedError(
-                "needs FlashConfig(enabled=True), because this kernel for heads of 512 columns has not run on a GPU"
-            )

@@ -61,11 +61,10 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
 
     8-bit caches with heads of width 256 have one consumer if the call has scales per token or channel, or a soft cap.
     Then shared memory (with staging buffers) or registers do not suffice for two consumers. Heads of more than 256
-    columns have two consumers that share query rows; shared memory suffices for one stage. Over 8-bit caches, they are
-    not enabled, because that kernel has not run on a GPU.
+    columns have two consumers that share query rows; shared memory suffices for one stage.
     """
     if key.head_dim > 256:
-        return FlashConfig(64, 1, consumers=2, column_parts=2, enabled=key.cache_bytes > 1)
+        return FlashConfig(64, 1, consumers=2, column_parts=2)
     tile_keys = 128 if key.head_dim <= 128 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
     demanding = key.cache_bytes == 1 and (key.token_scales or key.terms > 1 or key.capped)

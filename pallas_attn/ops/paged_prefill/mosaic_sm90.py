@@ -129,7 +129,6 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
     basics.require_capability((9, 0))
     check_supported(call, (*unsupported.HEAD_DIMS, *SHARED_ROWS))
     settings = config.mosaic_config(config_key(call))
-    settings.require_enabled()
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
 
 

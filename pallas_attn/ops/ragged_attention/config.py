@@ -51,11 +51,10 @@ def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
     """Return the largest tile whose scores, probabilities and output fit the registers of the consumer warpgroups.
 
     There are three consumers if Dk is 64 and sequences are long, else two. With more than 256 columns, two consumers
-    share query rows, and shared memory suffices for one stage. That kernel is not enabled, because it has not run on a
-    GPU.
+    share query rows, and shared memory suffices for one stage.
     """
     if key.value_dim > 256:
-        return FlashConfig(64, 1, consumers=2, column_parts=2, enabled=False)
+        return FlashConfig(64, 1, consumers=2, column_parts=2)
     tile_keys = 128 if key.value_dim <= 128 else 64
     return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 

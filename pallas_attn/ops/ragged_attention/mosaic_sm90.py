@@ -88,7 +88,6 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     basics.require_capability((9, 0))
     check_supported(call, (*HEADS, *SHARED_ROWS))
     settings = config.mosaic_config(config_key(call))
-    settings.require_enabled()
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
 
 

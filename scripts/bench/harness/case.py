@@ -76,12 +76,3 @@ def noting_configs() -> Iterator[dict[str, Any]]:
 
     with tuning.deciding(note):
         yield noted
-
-
-def enabling(name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which kernels run whose configuration is not enabled.
-
-    Args:
-      name: name of the configuration in `tuning`.
-    """
-    return tuning.deciding(lambda op, _key, config: dataclasses.replace(config, enabled=True) if op == name else config)

@@ -10,7 +10,7 @@ import jax
 from pallas_attn import paged_prefill
 from scripts.bench import shapes
 from scripts.bench.cases.prefill import LENGTHS, MIXED, PagedPrefillCase
-from scripts.bench.harness.case import Bench, by_name, enabling
+from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, sglang_triton, vllm_triton
 from scripts.bench.shapes import Prefill
@@ -26,8 +26,7 @@ def ours(implementation: str, case: PagedPrefillCase, arrays: dict[str, Any], st
     shared = {name: array for name, array in arrays.items() if name != "q"}
     if case.shape.learned_sinks:
         shared["sinks"] = jax.random.normal(jax.random.key(2), (case.shape.q_heads,))
-    with enabling("paged_prefill/mosaic"):
-        return stopwatch.chain(call, arrays["q"], shared=shared)
+    return stopwatch.chain(call, arrays["q"], shared=shared)
 
 
 def _tune() -> list[PagedPrefillCase]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_attn import ragged_attention
 from scripts.bench.cases.prefill import LENGTHS, MIXED, RaggedAttentionCase, RaggedPrefill
-from scripts.bench.harness.case import Bench, by_name, enabling
+from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
 from scripts.bench.shapes import GEMMA4_GLOBAL, GEMMA4_LOCAL
@@ -22,8 +22,7 @@ def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any],
         return None, ragged_attention(q, **shared, implementation=implementation)
 
     shared = {name: array for name, array in arrays.items() if name != "q"}
-    with enabling("ragged_attention/mosaic"):
-        return stopwatch.chain(call, arrays["q"], shared=shared)
+    return stopwatch.chain(call, arrays["q"], shared=shared)
 
 
 def _quick() -> list[RaggedAttentionCase]:
