@@ -1,7 +1,9 @@
 """Strict JAX settings, runtime checks of jaxtyping annotations, and a hook for the mark `gpu`."""
 
 import gc
+import importlib
 import os
+import pkgutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,18 @@ _CHECKED = [
     "pallas_attn.models.engine.kv_transfer.cache_rows",
 ]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
+
+
+@pytest.fixture
+def compiled_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset TRITON_INTERPRET. The modules of all kernels are imported before: `triton.jit` reads the variable when a
+    module is imported, and later tests interpret the same kernels.
+    """
+    for package in ("pallas_attn.ops", "pallas_attn.triton"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if ".triton" in module.name:
+                importlib.import_module(module.name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

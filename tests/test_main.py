@@ -143,8 +143,7 @@ def test_report_traces_no_kernel_body_unless_requested(monkeypatch: pytest.Monke
     assert plgpu.kernel is kernel  # the replacement ends with the context
 
 
-def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
+def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch, compiled_triton: None) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "mosaic, triton, reference")
     with jax.default_device("cpu"):
         printed = list(info.lines())

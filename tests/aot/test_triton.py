@@ -133,7 +133,9 @@ def described(function: Callable[..., Any], tile: Any, arguments: Mapping[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARDS)
-def test_every_tile_of_the_tables_is_compiled(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_the_tables_is_compiled(
+    card: str, monkeypatch: pytest.MonkeyPatch, compiled_triton: None
+) -> None:
     wanted, compiled = {}, set()
     for name, grid in GRID.items():
         function = getattr(tiles, name)
@@ -148,7 +150,6 @@ def test_every_tile_of_the_tables_is_compiled(card: str, monkeypatch: pytest.Mon
             return tile
 
         monkeypatch.setattr(tiles, name, recording)
-    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
     monkeypatch.setattr(device, "triton_card", lambda **_: CARDS[card])
     monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))
     monkeypatch.setattr(launch, "encoded_call", lambda *_: b"")

@@ -64,13 +64,12 @@ def test_implementations_are_tried_in_order():
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L4", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"])
-def test_demo_uses_triton_without_hopper(name, monkeypatch):
+def test_demo_uses_triton_without_hopper(name, monkeypatch, compiled_triton):
     """On GPUs other than Hopper, all attention operations of the demo's bfloat16 model use Triton.
 
     `make demo CUDA=13` runs the demo. This test compiles nothing; the compile gate (`make test-aot`) compiles every
     kernel.
     """
-    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE)
     card = SimpleNamespace(platform="cuda", device_kind=name, core_count=58)
     monkeypatch.setattr(device, "_traced_device", lambda: card)
     monkeypatch.setattr(launch, "compiled", lambda *_: launch.CompiledKernel("kernel", "", 0))

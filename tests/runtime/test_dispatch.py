@@ -436,10 +436,14 @@ def test_explain_accepts_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None
     ],
 )
 def test_wide_heads_have_the_kernels_of_the_support_table(
-    op: str, capability: Any, cache: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
+    op: str,
+    capability: Any,
+    cache: dict[str, Any],
+    refused: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    compiled_triton: None,
 ) -> None:
     """Heads of 512 columns have Mosaic kernels on Hopper. Other calls use Triton, and say why."""
-    monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
     card = device.Device("gpu", "a card", capability, 132, 227 * 1024, 228 * 1024)
     monkeypatch.setattr(device, "current", lambda: card)
     monkeypatch.setattr(device, "triton_card", lambda **_: card)
