@@ -89,6 +89,17 @@ UNEVEN = (
 )
 """Cases whose pages cannot be divided evenly among the CTAs."""
 
+ONE_CACHE = tuple(
+    MlaDecodeCase(MlaDecode(4 * batch, context, 8, rope_dim=rope_dim))
+    for rope_dim, context, batch in itertools.product((128, 64), (8192, 131072), (64, 8, 1))
+    if batch * context < 2**21
+)
+"""Global layers of Gemma 4 with one cache for keys and values, as an alternative to the two arrays of grid "gemma4" of
+`paged_decode`. A value has the columns of its key without the rotation and without the norm's weight, so a cache needs
+a value and the 128 rotated columns of the key. Each of 4 KV heads is a sequence with 8 query heads. The Mosaic kernels
+support only 64 rotated columns, so the cases with 64 are a lower bound of their time.
+"""
+
 BENCH = Bench(
     grids={
         "mla": _grid(varied=False),
@@ -100,6 +111,7 @@ BENCH = Bench(
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "mla-uneven": UNEVEN,
+        "one-cache": ONE_CACHE,
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
