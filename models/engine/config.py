@@ -78,7 +78,7 @@ class EngineConfig:
         the prompt of `SamplingParams.n` samples or a system prompt, and a step then reads at least 192 MiB less per
         layer (`AttentionSettings.cascade_saved_bytes`). The operation reads the shared pages once instead of once per
         sequence. Layers with windows call `paged_decode`. A second program is compiled for each number of decode rows
-        for which this can happen, so it is off by default.
+        for which this can happen. None: True if the model supports it, without batch_invariant and speculate.
       freeze_objects: whether `Engine.warmup` ends with `gc.freeze`. Python's garbage collector then no longer examines
         the objects that exist, mostly of compiled programs, so full collections stall no step for long. This applies to
         all objects of the process: reference cycles among them are never freed.
@@ -87,8 +87,8 @@ class EngineConfig:
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
-        with several buckets; cascade_attention with batch_invariant, because `cascade_decode` rounds differently, or
-        with speculate, because its programs have no drafts; or the mesh has an unknown axis.
+        with several buckets; cascade_attention True with batch_invariant, because `cascade_decode` rounds differently,
+        or with speculate, because its programs have no drafts; or the mesh has an unknown axis.
     """
 
     num_pages: int = 512
@@ -111,7 +111,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logits_processor: LogitsProcessor | None = None
     separate_prefill: bool = True
-    cascade_attention: bool = False
+    cascade_attention: bool | None = None
     freeze_objects: bool = False
     background_compilation: bool = False
 
@@ -182,7 +182,7 @@ class EngineConfig:
             speculate=self.speculate,
             max_logprobs=self.max_logprobs,
             logits_processor=self.logits_processor,
-            cascade_attention=self.cascade_attention,
+            cascade_attention=False if self.speculate is not None else self.cascade_attention,
         )
 
     @property
@@ -271,7 +271,7 @@ class RunnerConfig:
     speculate: Speculation | None = None
     max_logprobs: int = 20
     logits_processor: LogitsProcessor | None = None
-    cascade_attention: bool = False
+    cascade_attention: bool | None = None
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:

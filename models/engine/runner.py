@@ -42,7 +42,7 @@ from pallas_attn.models.engine.speculation.step import (
     state_partition,
 )
 from pallas_attn.models.engine.step.background import BackgroundCompiler
-from pallas_attn.models.engine.step.cascade import CascadeSteps
+from pallas_attn.models.engine.step.cascade import cascade_steps
 from pallas_attn.models.engine.step.compiler import OnCompiled, RunnerState, StepCompiler, is_on_gpu
 from pallas_attn.models.engine.step.layered import LayeredStep, OnLayer, copying_rows
 from pallas_attn.models.engine.step.masks import FilterErrors, has_masks, needs_drafts, step_masks
@@ -71,7 +71,7 @@ class Runner:
 
         Raises:
           ValueError, NotImplementedError: the proposer does not support the model.
-          NotImplementedError: the model does not support cascade_attention.
+          NotImplementedError: cascade_attention is True, and the model does not support it.
         """
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
@@ -79,7 +79,7 @@ class Runner:
         self._config, self._mesh, self._processes = config, model.mesh, processes
         self._model = shapes_of(model)  # `StepCompiler.weights` is the only reference to the weights
         self._prepare_state(self._model)
-        self._cascade = CascadeSteps(model, config, self._specs) if config.cascade_attention else None
+        self._cascade = cascade_steps(model, config, self._specs)
         self._rows = CacheRows(model, config, self._specs)
         self._programs = programs = StepCompiler(model, config, self._state_specs, gathers=processes is not None)
         self._num_ranks, self._placement = programs.num_ranks, programs.placement

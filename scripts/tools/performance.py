@@ -354,6 +354,30 @@ def head_windows(*stems: str) -> Callable[[str], str]:
     return write
 
 
+def shared_prefix(stem: str) -> Callable[[str], str]:
+    """Table of decode steps of requests with a common prefix, without and with cascades."""
+
+    def write(document: str) -> str:
+        rows = []
+        for case in read(stem)["cases"]:
+            off, on = (case["step_s"][name]["median"] for name in ("off", "on"))
+            steps = f"{case['cascade_steps']['on']} of {case['steps']['on']}"
+            rows.append(
+                [
+                    str(case["samples"]),
+                    f"{case['prefix_tokens']:,}",
+                    f"{1e3 * off:.2f}",
+                    f"{1e3 * on:.2f}",
+                    f"{off / on:.2f}x",
+                    steps,
+                ]
+            )
+        headings = ["requests", "shared tokens", "without cascades, ms", "with, ms", "ratio", "steps with a cascade"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
 def sparse_layer(*sources: Cases) -> Callable[[str], str]:
     """Table of the microseconds of sparse and of dense attention of a layer, and their ratio, by cache dtype."""
 
@@ -562,6 +586,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
+    "engine-shared-prefix": shared_prefix("engine_shared_prefix_nvidia_h200"),
     "engine-head-windows": head_windows("engine_head_windows_nvidia_h200"),
 }
 

@@ -47,7 +47,6 @@ SIZES = EngineConfig(
     max_model_len=128,
     decode_buckets=(4,),
     prefill_buckets=(32,),
-    cascade_attention=True,
 )
 """Sizes with which four long requests are preempted."""
 
@@ -327,6 +326,14 @@ def test_threshold_and_windows_decide_which_buckets_are_compiled() -> None:
 def test_options_that_exclude_cascades(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         EngineConfig(cascade_attention=True, **changed)
+    sizes = dataclasses.replace(SIZES, decode_buckets=None, prefill_buckets=None, **changed)
+    assert not any(bucket.cascade for bucket in Engine(model(), sizes)._runner.buckets())
+
+
+def test_cascades_can_be_switched_off() -> None:
+    engine = Engine(model(), dataclasses.replace(SIZES, cascade_attention=False))
+    assert served(engine, CHATS) == [*map(alone, CHATS)]
+    assert not any(cascades(engine))
 
 
 HEADS = HeadWindows((FULL, 6), (0, 0))
@@ -354,7 +361,9 @@ HEADS = HeadWindows((FULL, 6), (0, 0))
 def test_models_that_exclude_cascades(decoder: Callable[[], Decoder], message: str) -> None:
     made = decoder()
     with pytest.raises(NotImplementedError, match=f"^{message}"):
-        Engine(made, dataclasses.replace(SIZES, mesh=made.mesh))
+        Engine(made, dataclasses.replace(SIZES, mesh=made.mesh, cascade_attention=True))
+    engine = Engine(made, dataclasses.replace(SIZES, mesh=made.mesh))  # the default is None
+    assert not any(bucket.cascade for bucket in engine._runner.buckets())
 
 
 def test_threshold_of_the_settings_is_checked() -> None:

@@ -286,10 +286,10 @@ def add_engine(group: argparse._ArgumentGroup, default_sizes: Mapping[str, str])
     )
     group.add_argument(
         "--cascade-attention",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="read pages that all sequences of a decode step share, such as a system prompt, once per step instead of"
         " once per sequence if this saves enough reads; compiles more programs; not for latent attention, and not with"
-        " --batch-invariant or --speculate",
+        " --batch-invariant or --speculate (default: if supported)",
     )
     group.add_argument(
         "--batch-invariant",

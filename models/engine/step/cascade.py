@@ -19,6 +19,41 @@ from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.step.plan import StepPlan
 
 
+def cascade_steps(model: Decoder, config: RunnerConfig, specs: Sequence[CacheSpec]) -> CascadeSteps | None:
+    """Return the decode steps that may call `cascade_decode`; None if `config.cascade_attention` is False, or if it is
+    None and the model does not support it.
+
+    Args:
+      model: the model.
+      config: sizes for which the runner compiles.
+      specs: cache of each layer on one device.
+
+    Raises:
+      NotImplementedError: `config.cascade_attention` is True, and the model does not support it.
+    """
+    if config.cascade_attention is False:
+        return None
+    reason = _unsupported(model)
+    if reason is None:
+        return CascadeSteps(model, config, specs)
+    if config.cascade_attention is None:
+        return None
+    raise NotImplementedError(f"cascade_attention: {reason}")
+
+
+def _unsupported(model: Decoder) -> str | None:
+    """Return why steps of the model cannot call `cascade_decode`; None if they can."""
+    if isinstance(model.part, DeepSeekConfig | DeepseekV4Config):
+        return f"cascade_decode attends to keys and values, a {model.config.model_type} model caches latents"
+    if model.contexts > 1:
+        return "the tokens of each page are split over the mesh axis context"
+    if model.settings.batch_invariant:
+        return "changes the rounding, which batch_invariant excludes"
+    if all(group.window is not None for group in cache_groups(model.part)):
+        return "all layers of the model have attention windows"
+    return None
+
+
 class CascadeSteps:
     """The decode steps of an engine that may call `cascade_decode`.
 
@@ -28,29 +63,9 @@ class CascadeSteps:
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, specs: Sequence[CacheSpec]):
-        """Choose the buckets.
-
-        Args:
-          model: the model.
-          config: sizes for which the runner compiles.
-          specs: cache of each layer on one device.
-
-        Raises:
-          NotImplementedError: no layer of the model can call `cascade_decode`, or the model is batch-invariant.
-        """
-        if isinstance(model.part, DeepSeekConfig | DeepseekV4Config):
-            raise NotImplementedError(
-                f"cascade_attention: cascade_decode attends to keys and values, a {model.config.model_type} model"
-                " caches latents"
-            )
-        if model.contexts > 1:
-            raise NotImplementedError("cascade_attention: the tokens of each page are split over the mesh axis context")
-        if model.settings.batch_invariant:
-            raise NotImplementedError("cascade_attention: changes the rounding, which batch_invariant excludes")
-        full = [(i, group.layers[0]) for i, group in enumerate(cache_groups(model.part)) if group.window is None]
-        if not full:
-            raise NotImplementedError("cascade_attention: all layers of the model have attention windows")
-        self._group, layer = full[0]
+        """Choose the buckets. The arguments are those of `cascade_steps`, for a model that supports cascades."""
+        groups = enumerate(cache_groups(model.part))
+        self._group, layer = next((i, group.layers[0]) for i, group in groups if group.window is None)
         self._kv = PagedKV(**specs[layer].arrays)  # pyrefly: ignore[bad-argument-type]
         self._least = model.settings.cascade_saved_bytes
         # The newest token of each row is in a page of its own.
