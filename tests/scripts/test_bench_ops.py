@@ -275,12 +275,12 @@ def test_every_call_of_a_chain_is_made():
 
 def test_runs_pass_on_carried_state_and_donate_outputs():
     owns = [jnp.full((8, 8), i, jnp.float32) for i in range(1, 4)]
-    runs = timing._Runs(multiply, jnp.int32(0), jnp.eye(8), owns, {})
+    runs = timing._Runs(timing.Chain(multiply), jnp.int32(0), jnp.eye(8), owns)
     before = runs._outputs[0].unsafe_buffer_pointer()
     assert runs.run(2) > 0
-    assert runs._carried == 6
+    assert runs.carried == 6
     assert runs.host_seconds() > 0
-    assert runs._carried == 18
+    assert runs.carried == 18
     np.testing.assert_array_equal(runs.first_output(), owns[0])
     assert runs._outputs[0].unsafe_buffer_pointer() == before
 

@@ -24,6 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -138,12 +139,22 @@ class Stopwatch:
         """
         on_gpu = jax.default_backend() == "gpu"
         kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
-        runs = _Runs(call, carried, shared, owns, SERIAL | dict(options or {}) if on_gpu else {})
+        timing, _ = self.time(Chain(call, options), owns, carried=carried, shared=shared)
+        return dataclasses.replace(timing, kernels=kernels)
+
+    def time(self, chain: Chain, owns: Sequence[Any], *, carried: Any = None, shared: Any = None) -> tuple[Timing, Any]:
+        """Time a chain like `chain`. A chain that was timed before is not compiled again for arguments of equal shapes.
+
+        Returns:
+          The measurement, and the state after the last call, because `carried` is donated.
+        """
+        runs = _Runs(chain, carried, shared, owns)
+        runs.run(2)  # the second run of a program records its CUDA graph
         seconds, repeats = self.take(runs.run)
         samples = [s / len(owns) for s in seconds]
-        host = runs.host_seconds() / len(owns) if on_gpu else None
+        host = runs.host_seconds() / len(owns) if jax.default_backend() == "gpu" else None
         method = f"program of {len(owns)} calls, wall time, slope"
-        return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
+        return Timing(samples, repeats * len(owns), method, None, runs.first_output(), host), runs.carried
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
         """Time torch calls that one CUDA graph runs in order.
@@ -172,26 +183,54 @@ class Stopwatch:
         return Timing(samples, repeats * len(calls), f"CUDA graph of {len(calls)} calls, events, slope", output=first)
 
 
-class _Runs:
-    """A compiled chain, and the outputs of its newest run, which are donated to the next run."""
+class Chain:
+    """Chain of calls of an operation, compiled for the arguments of its first run or by `compile_chains`."""
 
-    def __init__(self, call: Call, carried: Any, shared: Any, owns: Sequence[Any], options: Mapping[str, Any]):
-        chain = _chain(call)
-        outputs, _ = jax.eval_shape(chain, carried, shared, owns)
-        self._outputs = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), outputs)
-        self._carried, self._shared, self._owns = carried, shared, owns
-        self._run = jax.jit(
-            lambda outputs, carried, shared, owns: chain(carried, shared, owns),
+    def __init__(self, call: Call, options: Mapping[str, Any] | None = None):
+        """Compile nothing. Arguments as in `Stopwatch.chain`."""
+        self.function = _chain(call)
+        options = SERIAL | dict(options or {}) if jax.default_backend() == "gpu" else {}
+        self.run: Callable[..., tuple[Any, Any]] = jax.jit(
+            lambda outputs, carried, shared, owns: self.function(carried, shared, owns),
             donate_argnums=(0, 1),
             keep_unused=True,  # else the donated outputs have no buffers to write to
-            compiler_options=dict(options),
+            compiler_options=options,
         )
+
+    def outputs(self, carried: Any, shared: Any, owns: Sequence[Any]) -> Any:
+        """Return the shapes of the outputs of all calls. Arguments may be shapes."""
+        return jax.eval_shape(self.function, carried, shared, owns)[0]
+
+
+def compile_chains(chains: Sequence[tuple[Chain, Any, Any, Sequence[Any]]]) -> None:
+    """Compile chains for their arguments (carried, shared, owns) in parallel. Compiled chains are left out."""
+
+    def lowered(chain: Chain, *arguments: Any) -> jax.stages.Lowered:
+        run: Any = chain.run
+        return run.lower(chain.outputs(*arguments), *arguments)
+
+    with ThreadPoolExecutor() as threads:
+        futures = [
+            (chain, threads.submit(lowered(chain, *arguments).compile))
+            for chain, *arguments in chains
+            if not isinstance(chain.run, jax.stages.Compiled)
+        ]
+        for chain, future in futures:
+            chain.run = future.result()
+
+
+class _Runs:
+    """A chain, and the outputs of its newest run, which are donated to the next run."""
+
+    def __init__(self, chain: Chain, carried: Any, shared: Any, owns: Sequence[Any]):
+        self._outputs = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), chain.outputs(carried, shared, owns))
+        self.carried, self._shared, self._owns, self._run = carried, shared, owns, chain.run
 
     def run(self, repeats: int) -> float:
         """Run the chain `repeats` times. Return the seconds until the last run ends."""
         began = time.perf_counter()
         self._queue(repeats)
-        jax.block_until_ready((self._outputs, self._carried))
+        jax.block_until_ready((self._outputs, self.carried))
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
@@ -199,12 +238,12 @@ class _Runs:
         began = time.perf_counter()
         self._queue(4)
         took = time.perf_counter() - began
-        jax.block_until_ready((self._outputs, self._carried))
+        jax.block_until_ready((self._outputs, self.carried))
         return took / 4
 
     def _queue(self, repeats: int) -> None:
         for _ in range(repeats):
-            self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
+            self._outputs, self.carried = self._run(self._outputs, self.carried, self._shared, self._owns)
 
     def first_output(self) -> np.ndarray | None:
         """Return the output of the first call in float32; None if it is not a single array."""
@@ -237,7 +276,32 @@ def _kernel_times(call: Call, carried: Any, shared: Any, owns: Sequence[Any]) ->
     from jax.experimental.mosaic.gpu import profiler  # available on Linux only
 
     _, launches = profiler.measure(jax.jit(_chain(call)), aggregate=False)(carried, shared, owns)
+    return {name: seconds / len(owns) for name, seconds in _seconds_by_name(launches or ()).items()}
+
+
+def kernels_of(run: Callable[[], object]) -> dict[str, float]:
+    """Return the seconds by kernel name of one call of `run`, which waits for the device; empty without a GPU.
+
+    Launches are counted that CUPTI sees between the start and the end of the call.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    from jax.experimental.mosaic.gpu import profiler  # available on Linux only
+
+    extension: Any = getattr(profiler.mosaic_gpu_lib, "_mosaic_gpu_ext", None)
+    if extension is None:
+        return {}
+    extension._cupti_init()
+    try:
+        run()
+    finally:
+        launches = extension._cupti_get_timings(True)
+    return _seconds_by_name(launches or ())
+
+
+def _seconds_by_name(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return the sum of the seconds of all launches of each kernel, given (name, milliseconds) of each launch."""
     total: dict[str, float] = {}
-    for name, milliseconds in launches or ():
-        total[name] = total.get(name, 0.0) + milliseconds / 1e3 / len(owns)
+    for name, milliseconds in launches:
+        total[name] = total.get(name, 0.0) + milliseconds / 1e3
     return total
