@@ -17,9 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_attn.models.checkpoints import weight_axes
-from pallas_attn.models.config import ModelConfig
+from pallas_attn.models.config import DeepseekV4Config, ModelConfig
 from pallas_attn.models.decoder import AttentionSettings, Decoder
 from pallas_attn.models.decoder.mesh import num_devices, over_mesh
+
+UNITS = ("norm.weight", "norm_1.weight", "norm_2.weight", "compressor.norm", "layer_scalar", "router.scale")
+UNITS += ("per_expert_scale",)
+"""Suffixes of the names of factors, whose mean is 1."""
 
 
 def random_model(
@@ -42,6 +46,8 @@ def random_model(
             split = model.mesh, axes[name]
             shape = (shape[0] * num_devices(model.mesh, axes[name]), *shape[1:])
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(name.encode()))
+        if isinstance(config, DeepseekV4Config) and name.endswith("experts_of_tokens"):
+            return parameter.replace(_random_choices(key, shape, config.n_routed_experts))
         return parameter.replace(_random(key, shape, parameter.dtype, *_centre_and_spread(name, shapes[name]), split))
 
     return nnx.merge(graph, nnx.map_state(make, state))
@@ -49,12 +55,20 @@ def random_model(
 
 def _centre_and_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Return the mean and the standard deviation of a parameter's values."""
-    if name.endswith("norm.weight"):
+    if name.endswith(UNITS):
         return 1.0, 0.1
     if len(shape) == 1 or name == "embed_tokens":
         return 0.0, 1.0 if name == "embed_tokens" else 0.1
     columns_in = shape[-1] if name.endswith(("w_uk", "w_uv")) else shape[-2]
     return 0.0, columns_in**-0.5
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_choices(key: Array, shape: tuple[int, int], experts: int) -> Array:
+    """Return a table of different experts for each token, int32 [tokens, experts per token]: evenly spaced experts,
+    starting from a random one."""
+    first = jax.random.randint(key, (shape[0], 1), 0, experts)
+    return (first + jnp.arange(shape[1], dtype=jnp.int32)[None] * (experts // shape[1])) % experts
 
 
 type Split = tuple[Mesh, tuple[str, ...]]
