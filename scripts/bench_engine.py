@@ -3,6 +3,8 @@
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
     python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--step-tokens 16384]
         [--limit-seconds 300]
+    python scripts/bench_engine.py --config v4-flash [--layers 6] [--batch 1 16 64] [--contexts 8192 131072 1048576]
+        [--cache fp8] [--prefill 8192 65536] [--kernels] [--no-parts] [--limit-seconds 200]
     python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
     python scripts/bench_engine.py --shared-prefix [--limit-seconds 300]
 
@@ -16,10 +18,13 @@ torch and transformers. Hugging Face transformers' `generate` then runs the same
 The second form measures a model of real size, DeepSeek-V2-Lite with random bfloat16 weights, and compares times with
 the roofline (scripts/bench/engine/serving.py).
 
-The third form measures windows of some KV heads (scripts/bench/engine/head_windows.py): contexts per pool, throughput
+The third form measures decode steps of models with published widths and fewer layers, v4-flash, gemma4-31b and
+gemma4-26b-a4b, over filled caches, and the parts of their layers (scripts/bench/engine/cut_models.py).
+
+The fourth form measures windows of some KV heads (scripts/bench/engine/head_windows.py): contexts per pool, throughput
 and latencies.
 
-The fourth form measures decode steps of requests that share a prefix, with `EngineConfig.cascade_attention` and without
+The fifth form measures decode steps of requests that share a prefix, with `EngineConfig.cascade_attention` and without
 (scripts/bench/engine/shared_prefix.py).
 """
 
@@ -54,7 +59,9 @@ from pallas_attn.models.cli.model import implementations
 from pallas_attn.models.config import PRESETS, GQAConfig
 from pallas_attn.models.decoder import AttentionSettings
 from pallas_attn.models.engine import EngineConfig
-from scripts.bench.engine import head_windows, serving, shared_prefix
+from scripts.bench.engine import cut_models, head_windows, serving, shared_prefix
+from scripts.bench.engine.cut_models import CutWork
+from scripts.bench.engine.filled import CACHES
 from scripts.bench.engine.head_windows import HeadWindowSizes
 from scripts.bench.engine.serving import Serving
 from scripts.bench.engine.shared_prefix import SharedPrefixSizes
@@ -82,6 +89,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "step_tokens": 4096,
         "limit_seconds": math.inf,
     },
+    "models with fewer layers": {
+        "config": [],
+        "layers": None,
+        "batch": [1, 16, 64],
+        "contexts": None,
+        "new_tokens": 24,
+        "step_tokens": 8192,
+        "prefill": [],
+        "cache": None,
+        "no_parts": False,
+        "kernels": False,
+        "limit_seconds": math.inf,
+    },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
     "--shared-prefix": {"limit_seconds": math.inf},
 }
@@ -91,6 +111,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def settings_of(args: argparse.Namespace) -> AttentionSettings:
     named = args.implementation
     return AttentionSettings(implementation=None if named == "auto" else tuple(named.split(",")))
+
+
+def cut_work_of(args: argparse.Namespace) -> CutWork:
+    return CutWork(
+        tuple(args.batch),
+        tuple(args.contexts or cut_models.MODELS[args.config[0]].contexts),
+        args.new_tokens,
+        cut_models.MODELS[args.config[0]].page_size,
+        prompts=tuple(args.prefill),
+        step_tokens=args.step_tokens,
+        cache_dtype=None if args.cache is None else CACHES[args.cache],
+        parts=not args.no_parts,
+        kernels=args.kernels,
+    )
+
+
+def cut_layers_of(args: argparse.Namespace) -> int:
+    return args.layers or cut_models.MODELS[args.config[0]].layers
 
 
 def serving_of(args: argparse.Namespace) -> Serving:
@@ -119,6 +157,16 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
     for result in serving.run(PRESETS[LARGE], work, settings_of(args), args.dtype):
         write_report("--json", out, report | {"results": [{"config": LARGE} | result]})
         console.print(serving.latest(result), highlight=False, soft_wrap=True)
+
+
+def bench_cut(args: argparse.Namespace, console: Console, out: Path) -> None:
+    """Measure a model with fewer layers. Write the report after each case."""
+    work, (name,) = cut_work_of(args), args.config
+    report = description() | {"machine": machine(), "dtype": args.dtype, "workload": dataclasses.asdict(work)}
+    results = cut_models.run(name, cut_layers_of(args), work, settings_of(args), args.dtype, args.limit_seconds)
+    for result in results:
+        write_report("--json", out, report | {"results": [result]})
+        console.print(cut_models.latest(result), highlight=False, soft_wrap=True)
 
 
 def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> None:
@@ -178,7 +226,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", nargs="+", choices=PRESETS, help="default: v3-tiny mla-25m")
+    parser.add_argument("--config", nargs="+", choices=[*PRESETS, *cut_models.MODELS], help="default: v3-tiny mla-25m")
     parser.add_argument("--head-windows", action="store_true", help="measure windows of some KV heads instead")
     parser.add_argument(
         "--windowed", nargs="+", type=int, help="for --head-windows: KV heads with a window, of 8 (default: 1 7)"
@@ -187,16 +235,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--plot", type=Path, metavar="OUT.png", help="for --head-windows: plot of rows in use as a context grows"
     )
     parser.add_argument("--shared-prefix", action="store_true", help="measure requests that share a prefix instead")
-    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; for v2-lite 1 8 64")
-    parser.add_argument("--prompt-tokens", type=int, help="for small models (default: 128)")
-    parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
-    parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
-    parser.add_argument("--step-tokens", type=int, help="maximum new tokens of a step, for v2-lite (default: 4096)")
-    parser.add_argument("--repeats", type=int, help="for small models (default: 3)")
     parser.add_argument(
-        "--limit-seconds", type=float, help="start no case of v2-lite, windows or prefixes after this time"
+        "--batch", nargs="+", type=int, help="default: 1 8 32; for v2-lite 1 8 64; for models with fewer layers 1 16 64"
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; for v2-lite bfloat16")
+    parser.add_argument("--prompt-tokens", type=int, help="for small models (default: 128)")
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768), or filled tokens"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers (default: as many as fit on a GPU with 141 GB)")
+    parser.add_argument("--prefill", nargs="+", type=int, help="also compute prompts of these lengths")
+    parser.add_argument("--cache", choices=CACHES, help="dtype of the caches (default: --dtype)")
+    parser.add_argument("--no-parts", action="store_true", default=None, help="do not measure parts of layers")
+    parser.add_argument(
+        "--kernels", action="store_true", default=None, help="also measure the kernels of a decode step with CUPTI"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, help="at least 2, for one decode step (default: 64; with fewer layers 24)"
+    )
+    parser.add_argument(
+        "--step-tokens", type=int, help="maximum new tokens of a step (default: 4096 for v2-lite, else 8192)"
+    )
+    parser.add_argument("--repeats", type=int, help="for small models (default: 3)")
+    parser.add_argument("--limit-seconds", type=float, help="start no case after this time; not for small models")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; for large models bfloat16")
     parser.add_argument(
         "--implementation", default="auto", metavar="NAME[,NAME...]", help="implementation of attention"
     )
@@ -206,10 +267,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.head_windows and args.shared_prefix:
         parser.error("--head-windows and --shared-prefix are measured separately")
     of_heads = args.head_windows or args.shared_prefix
-    large = not of_heads and LARGE in (args.config or ())
-    if large and len(args.config) > 1:
-        parser.error(f"--config: {LARGE} is measured separately")
-    measured = f"--config {LARGE}" if large else "small models"
+    named = [] if of_heads else args.config or []
+    large = LARGE in named or not {*named}.isdisjoint(cut_models.MODELS)
+    if large and len(named) > 1:
+        parser.error(f"--config: {LARGE} and each of {', '.join(cut_models.MODELS)} are measured separately")
+    measured = "small models"
+    if large:
+        measured = f"--config {LARGE}" if LARGE in named else "models with fewer layers"
     if of_heads:
         measured = "--head-windows" if args.head_windows else "--shared-prefix"
     for name in {name: None for options in DEFAULTS.values() for name in options}:
@@ -219,15 +283,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             takers = " and ".join(kind for kind, options in DEFAULTS.items() if name in options)
             parser.error(f"--{name.replace('_', '-')}: expected only for {takers}, got it for {measured}")
     if args.dtype is None:
-        large |= of_heads and jax.default_backend() != "cpu"
-        args.dtype = "bfloat16" if large else "float32"
+        on_gpu = of_heads and jax.default_backend() != "cpu"
+        args.dtype = "bfloat16" if on_gpu or (large and not named[0].endswith("-tiny")) else "float32"
     if not all(1 <= count < 8 for count in args.windowed or ()):
         parser.error("--windowed: expected 1 to 7 of 8 heads")
-    counts = [args.prompt_tokens, args.repeats, args.step_tokens, *(args.batch or ()), *(args.contexts or ())]
+    counts = [args.prompt_tokens, args.repeats, args.step_tokens, args.layers]
+    counts += [count for counts in (args.batch, args.contexts, args.prefill) for count in counts or ()]
     if any(count is not None and count < 1 for count in counts) or (
         args.new_tokens is not None and args.new_tokens < 2
     ):
-        sizes = "--batch, --contexts, --prompt-tokens, --step-tokens and --repeats"
+        sizes = "--batch, --contexts, --layers, --prefill, --prompt-tokens, --step-tokens and --repeats"
         parser.error(f"{sizes} are at least 1, and --new-tokens 2")
     try:
         check_models(args)
@@ -251,6 +316,17 @@ def check_models(args: argparse.Namespace) -> None:
         model, sizes, settings = shared_prefix_model(args)
         engine = sizes.engine_config(cascade_attention=True)
         implementations(model, settings, engine.runner_config(engine.max_model_len or 0).largest_step, args.dtype)
+        return
+    if args.config[0] in cut_models.MODELS:
+        work = cut_work_of(args)
+        config, _ = cut_models.cut(cut_models.MODELS[args.config[0]].config, cut_layers_of(args))
+        work.check(config)
+        cut_models.fit(cut_models.shapes_of_model(config, settings, args.dtype), work)
+        longest = max(work.contexts)
+        engine = work.engine_config(work.batches, work.step_tokens if work.prompts else 0)
+        pages = -(-longest // work.page_size)
+        sizes = dataclasses.replace(engine.runner_config(longest).largest_step, num_pages=pages, table_pages=pages)
+        implementations(config, settings, sizes, args.dtype)
         return
     for name in args.config:
         if name == LARGE:
@@ -306,6 +382,8 @@ def run(args: argparse.Namespace) -> int:
         name, bench = "engine_shared_prefix", bench_shared_prefix
     elif LARGE in args.config:
         name, bench = f"engine_{LARGE}", bench_large
+    elif args.config[0] in cut_models.MODELS:
+        name, bench = f"engine_{args.config[0]}", bench_cut
     else:
         name, bench = "engine", bench_small
     out = args.json or RESULTS / f"{name}_{kind}.json"

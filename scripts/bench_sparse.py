@@ -20,12 +20,11 @@ if __name__ == "__main__":
 from pallas_attn.models.cli.command_line import check_outputs, exit_status
 from pallas_attn.models.decoder import AttentionSettings
 from scripts.bench.engine import filled
-from scripts.bench.engine.filled import FilledWork
+from scripts.bench.engine.filled import CACHES, FilledWork
 from scripts.bench.harness.device import description
 from scripts.bench.harness.report import report_each
 
 PROG = "bench_sparse"
-CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def case(text: str) -> tuple[int, int]:

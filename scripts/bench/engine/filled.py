@@ -49,6 +49,9 @@ with 16 of the 256 experts) and an eighth of the vocabulary. With 16 experts, th
 that one device reads if the 256 experts are split over 16 devices.
 """
 
+CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""Cache dtypes by their names on the command line."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FilledWork:
