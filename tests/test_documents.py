@@ -115,7 +115,14 @@ def command_lines() -> str:
 
 
 def missing_flags(text: str) -> list[str]:
-    return [f for f in FLAG.findall(text) if not f.startswith(FOREIGN_FLAGS) and f'"{f}"' not in command_lines()]
+    """Return the flags that no command line defines. A switch --name also has the flag --no-name."""
+
+    def is_defined(flag: str) -> bool:
+        switch = re.escape(flag.replace("--no-", "--", 1))
+        made = rf'add_switch\([^"]*"{switch}"|"{switch}",\s*action=argparse\.BooleanOptionalAction'
+        return f'"{flag}"' in command_lines() or re.search(made, command_lines()) is not None
+
+    return [f for f in FLAG.findall(text) if not f.startswith(FOREIGN_FLAGS) and not is_defined(f)]
 
 
 def missing_targets(text: str) -> list[str]:
@@ -154,7 +161,10 @@ def test_missing_names_are_detected():
     assert missing_names("pa.paged_decode, `pallas_attn.runtime.tuning`, pallas_attn/types.py, pa.no_such_call") == [
         "no_such_call"
     ]
-    assert missing_flags("--head-windows, --no-such-flag") == ["--no-such-flag"]
+    assert missing_flags("--head-windows, --no-recycling, --no-head-windows, --no-such-flag") == [
+        "--no-head-windows",
+        "--no-such-flag",
+    ]
     assert missing_targets("`make test`\nmake docs\n`make coffee`") == ["coffee"]
 
 

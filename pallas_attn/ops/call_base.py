@@ -36,12 +36,6 @@ class OperationCall:
         """
         return self
 
-    def unmeasured(self, name: str) -> str | None:
-        """Return why the implementation `name` runs this call only if the caller names it and no other implementation;
-        None if it is also chosen automatically.
-        """
-        return None
-
 
 class ScaledCall(OperationCall):
     """Call with queries `q` [..., D] and `sm_scale`."""

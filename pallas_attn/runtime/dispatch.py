@@ -14,7 +14,6 @@ function of the operation's name that takes the call object, and an entry to `MO
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -117,10 +116,6 @@ def implementations(op: str) -> tuple[str, ...]:
 def is_named(implementation: Implementation) -> bool:
     """Return whether the caller or the environment variable selects implementations by name."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
-
-
-_EXPLAINS_SEVERAL = contextvars.ContextVar("explains_several", default=False)
-"""Whether `explain` tries the candidates of a call that does not name exactly one. It passes the name of each."""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -292,21 +287,14 @@ class _Chosen:
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
 
-        is_only = is_named(self.implementation) and len(candidates(self.op, self.implementation)) == 1
-        measured = not is_only or _EXPLAINS_SEVERAL.get()
-        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, measured))
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
 
 
 def _attempt(
-    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]],
-    measured: bool,
-    name: str,
-    function: kernel_cache.NamedFunction,
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
 ) -> Any:
-    """Run a call with one implementation. `measured` is whether a kernel that has not run on a GPU is refused."""
+    """Run a call with one implementation."""
     call, arrays, rest = bounded()
-    if measured and (reason := call.unmeasured(name)):
-        raise NotImplementedError(reason)
     if name not in KERNELS:
         return function(call)
     interprets_triton = name == "triton" and device.interprets_triton()
@@ -365,17 +353,12 @@ def explain(
         args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
-    names, named = candidates(chooser, implementation), is_named(implementation)
-    token = _EXPLAINS_SEVERAL.set(not named or len(names) > 1)
-    try:
-        for name in names:
-            try:
-                load(chooser, name, named=named)
-                jax.eval_shape(functools.partial(call, name), arrays)
-            except NotImplementedError as refusal:
-                refused[name] = str(refusal)
-            else:
-                return Explanation(op, name, refused)
-    finally:
-        _EXPLAINS_SEVERAL.reset(token)
+    for name in candidates(chooser, implementation):
+        try:
+            load(chooser, name, named=is_named(implementation))
+            jax.eval_shape(functools.partial(call, name), arrays)
+        except NotImplementedError as refusal:
+            refused[name] = str(refusal)
+        else:
+            return Explanation(op, name, refused)
     return Explanation(op, None, refused)

@@ -47,6 +47,7 @@ NAMES = {
     "flash-attention-3-unsplit": "FlashAttention-3, keys not split",
     "cudnn": "cuDNN",
     "flash": "torch flash",
+    "flex": "torch flex_attention",
     "given": "cascade_decode, given",
     "found": "cascade_decode, found",
     "paged_decode": "paged_decode",
@@ -547,6 +548,10 @@ TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode-fa3": operation(Cases("paged_decode_fa3_nvidia_h200")),
     "paged_decode-torch": operation(Cases("paged_decode_torch_nvidia_h200")),
     "paged_decode-caches": operation(Cases("paged_decode_caches_nvidia_h200")),
+    "paged_decode-unplanned": operation(Cases("paged_decode_unplanned_nvidia_h200")),
+    "paged_decode-gemma4": operation(
+        Cases("paged_decode_gemma4_nvidia_h200"), Cases("mla_decode_one_cache_nvidia_h200")
+    ),
     "paged_decode-head-wise": operation(Cases("paged_decode_head_wise_nvidia_h200")),
     "jax_paged_attention": operation(Cases("jax_paged_attention_nvidia_h200")),
     "mla_decode": operation(Cases("mla_decode_nvidia_h200")),
@@ -581,7 +586,12 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_one_kernel_over_8_bits_nvidia_h100", " fp8"),
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
-    "mla_sparse-two-caches": operation(Cases("mla_sparse_two_caches_nvidia_h200")),
+    "mla_sparse-two-caches": operation(
+        Cases("mla_sparse_two_caches_nvidia_h200"),
+        Cases("mla_sparse_two_caches_prefill_nvidia_h200"),
+        Cases("mla_sparse_records_nvidia_h200"),
+    ),
+    "hyper_connection_weights": operation(Cases("hyper_connection_weights_nvidia_h200")),
     "compress_and_write": operation(Cases("compress_and_write_nvidia_h200")),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),

@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_attn import explain, mla_sparse
+from pallas_attn import mla_sparse
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.ops.mla_sparse import config, mosaic_sm90
+from pallas_attn.ops.mla_sparse import config
 from tests.contract.backends import MOSAIC
 from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
 from tests.kit import harness
@@ -101,18 +101,6 @@ def test_scales_of_records_may_differ_by_any_factor() -> None:
     assert all(np.isnan(np.asarray(x, np.float32)[is_nan]).all() for x in (*got, *expected))
     (out, lse), (want, want_lse) = ([x[~is_nan] for x in results] for results in (got, expected))
     harness.assert_attention_close((out, lse), (want, want_lse), harness.Variant("mosaic").tolerance("bfloat16"))
-
-
-def test_kernel_for_records_runs_only_if_it_is_named() -> None:
-    """The kernel has not run on a GPU, so `explain` and calls without a name choose another implementation."""
-    case = replace(RECORDS, chosen=(3,), top_k=4, heads=2, latent_dim=192, scaled=128, extra=(), sinks=False)
-    arguments = jax.tree.map(jnp.asarray, SparseInputs.draw(case, harness.fresh_rng(), "bfloat16").arguments())
-    explained = explain("mla_sparse", **arguments, sm_scale=SM_SCALE)
-    assert explained.chosen != "mosaic"
-    assert "needs implementation='mosaic'" in explained.refused["mosaic"]
-    assert explain("mla_sparse", **arguments, sm_scale=SM_SCALE, implementation="mosaic").chosen == "mosaic"
-    with mock.patch.object(mosaic_sm90, "mla_sparse", side_effect=AssertionError):
-        mla_sparse(**arguments, sm_scale=SM_SCALE)
 
 
 def test_num_splits_fills_the_gpu() -> None:

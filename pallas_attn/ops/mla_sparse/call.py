@@ -36,11 +36,6 @@ class MlaSparseCall(LatentCall):
         """Whether latents have scales that are powers of two; rotated columns are then values, too."""
         return self.cache.scale is not None and self.cache.scale.dtype == POWER_OF_TWO
 
-    def unmeasured(self, name: str) -> str | None:
-        if name == "mosaic" and self.small_groups:
-            return "needs implementation='mosaic': not run on a GPU with scales that are powers of two"
-        return None
-
     @property
     def rope_dim(self) -> int:
         """R, 0 for caches without rotated keys."""

@@ -3,8 +3,7 @@
 An item is a block of up to 64 heads of a token and one split of the token's slots. The number of splits depends on
 shapes only. The slots of a token up to its last slot in the pool are divided evenly, in units of 128 slots. CTAs, one
 per SM, process items in a static order. `mosaic_bf16` is the kernel for 16-bit latents, `mosaic_fp8` the kernel for fp8
-latents, also for those of DeepSeek-V4, whose scales are powers of two. With those scales, the kernel has not run on a
-GPU, and runs only if it is named (`MlaSparseCall.unmeasured`).
+latents, also for those of DeepSeek-V4, whose scales are powers of two.
 """
 
 from __future__ import annotations
