@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import constraints
 
 from pallas_attn import FULL, HeadWindow
+from pallas_attn.jax_patches import faster_lowering
+from pallas_attn.runtime import tuning
 from scripts import bench_ops
 from scripts.bench.cases.paged_decode import DecodeCase
 from scripts.bench.harness import pools, session, timing
-from scripts.bench.harness.case import Bench
+from scripts.bench.harness.case import Bench, noting_configs
 from scripts.bench.harness.device import Rates
 from scripts.bench.harness.plot import plot_report
 from scripts.bench.harness.report import cache_ratios, cell
@@ -125,6 +128,20 @@ def test_jax_and_our_function_for_its_layout_give_equal_outputs(quick, tmp_path,
 def test_configurations_are_reported(quick, tmp_path):
     report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "xla")
     assert report["cases"][0]["results"]["xla"]["config"]["paged_decode/xla"]["group_rows"] == 2
+
+
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_kernels_are_lowered_fast_while_configurations_are_noted(backend, monkeypatch):
+    """Kernels are not cached meanwhile. A contender's kernels are therefore lowered in the context that the kernel
+    cache enters otherwise.
+    """
+    monkeypatch.delenv(faster_lowering.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    original = constraints.compute_transitively_equal_vars
+    with noting_configs():
+        assert tuning.is_deciding()
+        assert (constraints.compute_transitively_equal_vars is not original) == (backend == "gpu")
+    assert constraints.compute_transitively_equal_vars is original
 
 
 @dataclasses.dataclass(frozen=True)

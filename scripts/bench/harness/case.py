@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
+
 from pallas_attn.runtime import tuning
 from scripts.bench.harness.pools import Pools
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -67,12 +69,25 @@ def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Con
 
 @contextlib.contextmanager
 def noting_configs() -> Iterator[dict[str, Any]]:
-    """Record the kernel configurations that are looked up inside the `with` block, by their name in `tuning`."""
+    """Record the kernel configurations that are looked up inside the `with` block, by their name in `tuning`.
+
+    The kernel cache is not used within `tuning.deciding`. JAX then lowers Mosaic kernels together with the chain. On a
+    GPU, `faster_lowering` is therefore active inside the `with` block, as it is when the cache lowers a kernel.
+    """
     noted: dict[str, Any] = {}
 
     def note(op: str, key: Mapping[str, Any], config: Any) -> Any:
         noted[op] = config
         return config
 
-    with tuning.deciding(note):
+    with tuning.deciding(note), _lowering():
         yield noted
+
+
+def _lowering() -> contextlib.AbstractContextManager[Any]:
+    """Return `faster_lowering()` on a GPU, else an empty context. `faster_lowering` imports Mosaic."""
+    if jax.default_backend() != "gpu":
+        return contextlib.nullcontext()
+    from pallas_attn.jax_patches.faster_lowering import faster_lowering
+
+    return faster_lowering()
