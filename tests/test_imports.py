@@ -164,11 +164,15 @@ def cache_and_scheduler_do_not_import_jax(module: str, imports: list[Import]) ->
             yield i.line, f"imports {i.target}; the cache and the scheduler are plain Python"
 
 
+BENCHMARK_IMPORTS = ("pallas_attn.runtime.tuning", "pallas_attn.jax_patches.faster_lowering.faster_lowering")
+
+
 def models_and_scripts_use_public_names(module: str, imports: list[Import]) -> Found:
     """`models` and `scripts` import only public names of the library, besides `pallas_attn.models`.
 
-    Exceptions: benchmarks may import `runtime.tuning` to read and replace the configurations of a call, and the draw
-    kernel of the sampler is written in Triton.
+    Exceptions: benchmarks may import `runtime.tuning` to read and replace the configurations of a call, and
+    `jax_patches.faster_lowering` to lower kernels as the kernel cache does. The draw kernel of the sampler is written
+    in Triton.
     """
     if not module.startswith((MODELS, "scripts")):
         return
@@ -176,7 +180,7 @@ def models_and_scripts_use_public_names(module: str, imports: list[Import]) -> F
         if not i.reaches("pallas_attn") or i.reaches(MODELS):
             continue
         benchmark = module.startswith("scripts.bench")
-        if benchmark and i.target == "pallas_attn.runtime.tuning":
+        if benchmark and i.target in BENCHMARK_IMPORTS:
             continue
         if module == f"{MODELS}.engine.draw_kernel" and i.reaches("pallas_attn.triton"):
             continue
