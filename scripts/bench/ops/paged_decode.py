@@ -101,6 +101,16 @@ def _gemma4() -> list[DecodeCase]:
     ]
 
 
+def _layouts() -> list[DecodeCase]:
+    sizes = ((1, 8192, 64), (16, 2048, 64), (64, 8192, 64), (64, 8192, 16), (256, 2048, 64))
+    return [
+        DecodeCase(Decode(batch, context, 32, 8, 128, page_size=page_size), cache, layout=layout)
+        for cache in ("bf16", "fp8-head")
+        for batch, context, page_size in sizes
+        for layout in ("heads first", "tokens first", "fused, tokens first")
+    ]
+
+
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
     """Sort cases so that cases that can share a page pool follow each other."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
@@ -111,6 +121,7 @@ GRIDS = {
     "gqa-quick": _gqa_quick(),
     "head-wise": _head_wise(),
     "gemma4": _gemma4(),
+    "layouts": _layouts(),
     "caches": [DecodeCase(Decode(64, 8192, 32, 8, 128), cache) for cache in CACHES if cache != "f32"],
     "varied": [
         DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)
@@ -121,7 +132,13 @@ GRIDS = {
         DecodeCase(Decode(256, 8192, 14, 1, 128)),
     ],
     "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
-    "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],
+    "small": [
+        *(DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")),
+        *(
+            DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), "int8-head", layout=layout)
+            for layout in ("tokens first", "fused, tokens first")
+        ),
+    ],
 }
 GRIDS = {name: _ordered(grid) for name, grid in GRIDS.items()}
 
