@@ -109,8 +109,10 @@ def view_nhd(
     cache [B, S, Hkv, D] is the special case of one page of S tokens per sequence, with the block tables
     `jnp.arange(B)[:, None]`.
 
-    Implementations: `triton` supports these pages on all GPUs, `xla` on all devices. `mosaic` does not support them,
-    because its kernels copy whole pages of a head.
+    Implementations: `triton` supports these pages on all GPUs, `xla` on all devices. On Hopper, `paged_decode` and
+    `paged_prefill` with `implementation="mosaic"` support views whose ps is a multiple of 16, in 16 bits, or in 8 bits
+    with static scales and at least 128 columns. These kernels have not run on a GPU over views, and run only if they
+    are named.
 
     Args:
       k, v: keys and values in a dtype of `PagedKV`.

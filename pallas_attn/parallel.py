@@ -175,7 +175,8 @@ def context_part(
 
     Args:
       block_tables: ids of the whole cache; entry j must be a page of device j % n. The tokens of other entries are
-        invisible.
+        invisible. For a view of pages of ps tokens, which has an entry per token, the ps entries of page j must be on
+        device j % n.
       kv_lens: number of tokens of each sequence, on all devices together.
       cache: this device's part of the cache.
       axis: mesh axis that the pages are split over, n devices.
@@ -196,13 +197,15 @@ def context_part(
     num_pages = jax.tree.leaves(cache)[0].shape[0]
     if block_tables.ndim == 3:
         num_pages *= block_tables.shape[1]  # the tables contain row ids, page·Hkv + head
+    entries = cache.view_page_size or 1 if isinstance(cache, PagedKV) else 1  # table entries of a page
+    page_size = entries * cache.page_size
     *rows, columns = block_tables.shape
-    padding = [(0, 0)] * len(rows) + [(0, -columns % devices)]
-    dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices)
-    own = lax.dynamic_index_in_dim(dealt, device, axis=-1, keepdims=False)
+    padding = [(0, 0)] * len(rows) + [(0, -columns % (devices * entries))]
+    dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices, entries)
+    own = lax.dynamic_index_in_dim(dealt, device, axis=-2, keepdims=False).reshape(*rows, -1)
     kv_lens = checks.bound_lens(kv_lens, columns * cache.page_size)
-    full_pages, tokens = kv_lens // cache.page_size, kv_lens % cache.page_size
-    own_lens = (full_pages + devices - 1 - device) // devices * cache.page_size
+    full_pages, tokens = kv_lens // page_size, kv_lens % page_size
+    own_lens = (full_pages + devices - 1 - device) // devices * page_size
     own_lens += jnp.where(full_pages % devices == device, tokens, 0)
     return ContextPart(_own_ids(own, num_pages, device), own_lens)
 

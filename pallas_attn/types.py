@@ -49,6 +49,9 @@ LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
 LATENT_GROUP = 128
 """Number of consecutive columns of a quantised latent that share a scale."""
 
+VIEW_PAGE_SIZES = (64, 32, 16)
+"""Page sizes of plans and Mosaic kernels for views of other layouts (`PagedKV.plan_page_size`), best first."""
+
 POWER_OF_TWO = jnp.dtype(jnp.float8_e8m0fnu)
 """Dtype of scales that are powers of two: the biased exponent in a byte."""
 
@@ -363,6 +366,16 @@ class PagedKV:
         return self.k.shape[2]
 
     @property
+    def plan_page_size(self) -> int:
+        """Tokens per page of a `DecodePlan`: ps. For a view, the largest of 64, 32 and 16 that divides
+        `view_page_size`, or 1 if none does. The tokens of such a page are consecutive in the array and in tables from
+        `token_tables`.
+        """
+        if self.view_page_size is None:
+            return self.page_size
+        return next((size for size in VIEW_PAGE_SIZES if self.view_page_size % size == 0), 1)
+
+    @property
     def is_fused(self) -> bool:
         """Whether `k` contains both keys and values, and `v` is None."""
         return self.v is None
@@ -506,8 +519,8 @@ class PlanKey:
       batch: B, sequences.
       num_queries: Q, query tokens per sequence.
       num_q_heads, num_kv_heads: Hq and Hkv; Hkv is 1 for latents.
-      page_size: ps, tokens per page.
-      table_pages: P, entries per row of the block table.
+      page_size: ps, tokens per page; `PagedKV.plan_page_size` for a `PagedKV`.
+      table_pages: P, pages of this size per row of the block table.
       window: the window in tokens, "per head" for a `HeadWindow`, or None if no key is hidden.
       q_lens: whether the call has the argument `q_lens`.
 

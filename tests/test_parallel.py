@@ -23,6 +23,9 @@ from pallas_attn import (
     paged_decode,
     parallel,
     plan_decode,
+    to_nhd,
+    token_tables,
+    view_nhd,
     write_kv,
 )
 from tests.kit import harness
@@ -187,6 +190,29 @@ def test_page_on_the_wrong_device_is_invisible() -> None:
     np.testing.assert_array_equal(own[1, :, 1:3], np.where(tables[:, 3::2] < 0, PAGE_NONE, tables[:, 3::2] - PAGES))
     np.testing.assert_array_equal(own[1, :, 3], PAGE_NONE)  # column 7, which the tables do not have
     np.testing.assert_array_equal(lens, [[0, 1, 4, 4, 9, 16], [0, 0, 0, 1, 8, 12]])
+
+
+def test_tables_of_a_view_are_dealt_in_pages() -> None:
+    """The tables of a view have an entry per token. A device has the entries of whole pages."""
+    rng = np.random.default_rng(0)
+    cache, tables = cache_of("f32", rng, 2), dealt_tables(rng, 2)
+    view, tokens = view_nhd(*to_nhd(cache)), token_tables(jnp.asarray(tables), page_size=cache.page_size)
+
+    def part(tables: Any, lens: Any, cache: Any) -> Any:
+        own = parallel.context_part(tables, lens, cache, axis="context")
+        return own.block_tables[None], own.kv_lens[None]
+
+    def parts(cache: Any, tables: Any) -> Any:
+        specs = (P(), P(), partition(cache, pages="context"))
+        return jax.jit(jax.shard_map(part, mesh=mesh_of(2), in_specs=specs, out_specs=P("context")))(
+            tables, KV_LENS, cache
+        )
+
+    own, lens = parts(cache, jnp.asarray(tables))
+    own_tokens, lens_of_view = parts(view, tokens)
+    expected = token_tables(own.reshape(-1, own.shape[-1]), page_size=cache.page_size).reshape(own_tokens.shape)
+    np.testing.assert_array_equal(own_tokens, expected)
+    np.testing.assert_array_equal(lens_of_view, lens)
 
 
 def test_lengths_beyond_the_table_are_clipped() -> None:

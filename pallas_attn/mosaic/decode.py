@@ -220,6 +220,9 @@ class DecodeTile:
       rope_dtype: dtype of the rotated columns of 8-bit latents and of their queries; None for all other caches. In an
         8-bit latent cache, the rotated columns are a separate pool.
       products: tensor-core products of the architecture.
+      tokens_first: whether the pools have tokens before heads, [T, Hkv, columns], and block tables have one entry per
+        token. The entry of the first token of a page is then its pool row.
+      first_value_column: column of the pool of values where a value starts; above 0 if keys and values are one array.
     """
 
     packing: QueryPacking
@@ -235,6 +238,8 @@ class DecodeTile:
     out_dtype: Any
     products: DecodeProducts
     rope_dtype: Any = None
+    tokens_first: bool = False
+    first_value_column: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -418,14 +423,16 @@ class DecodeInputs(NamedTuple):
     Attributes:
       q: for each key segment [query_parts, blocks·rows, width, segment width]; the sum over query_parts is the query.
         Or one array [B, Q, Hq, D] if `DecodeTile.packs_queries`.
-      k, v: [N·Hkv, ps, D], or [N·Hkv, ps / t, t·D] with t = `DecodeTile.tokens_per_row`. For latents, k has all key
-        segments of the pool, and v is None because the first key segment is also the value.
+      k, v: [N·Hkv, ps, columns]; [N·Hkv, ps / t, t·D] with t = `DecodeTile.tokens_per_row` tokens per row; or
+        [tokens of the pool, Hkv, columns] with `DecodeTile.tokens_first`. A key has D of the columns. For latents, k
+        has all key segments of the pool, and v is None because the first key segment is also the value.
       rope: [N, ps, R], second key segment of 8-bit latents; otherwise None.
       k_scale, v_scale: scales in the layout `DecodeTile.scales`: [Hkv] per head; [Hkv, D] per channel, where k_scale is
         None because it was multiplied into q; [N·Hkv·g] for g token groups per page. For 8-bit latents, k_scale is
         [N, ps · channel groups] and is the scale of keys and values. None for 16-bit caches.
       q_scale: float32 [blocks·rows, width], factor of the scores of each column; or None.
-      block_tables: int32 [B, P] page ids, or [B, Hkv, P] pool-row ids.
+      block_tables: int32 [B, P] page ids, or [B, Hkv, P] pool-row ids; [B, P·ps] token ids with
+        `DecodeTile.tokens_first`.
       kv_lens: int32 [B], tokens of each sequence, including its queries.
       q_lens: int32 [B], queries of each sequence; None if every sequence has Q queries.
       window: windows and sink tokens per head, or None.
@@ -552,7 +559,7 @@ def decode_attention(
     """
     tile, plan = static.tile, x.plan
     packing, rows, num_ctas = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
-    states = most_splits(plan, x.block_tables.shape[-1])
+    states = most_splits(plan, plan.made_for.table_pages)
     out_ref = None if out is None else basics.alias_in_place(out)
     # The kernel writes output and LSE of plan rows with one split, and partial states of plan rows with several splits.
     own, lse, partials = plgpu.kernel(
@@ -753,16 +760,21 @@ class KvSplit:
         """Look up the pages of the i-th tile in the block table.
 
         Returns:
-          For each page, the pool row and the position of the tile's first token in the page. The position is ABSENT if
-          the table entry names no page or the page is past the end of the split; the pool row is then arbitrary.
+          For each page, the pool row and the position of the tile's first token in the page. With
+          `DecodeTile.tokens_first`, the pool row is that of the first token of the page. The position is ABSENT if the
+          table entry names no page or the page is past the end of the split; the pool row is then arbitrary.
         """
         tile, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
+        last_entry = self.x.plan.made_for.table_pages - 1
         first, tile_of_page = tile.first_page(i)
         pages = []
         for j in range(tile.pages):
             number = self.start + first + j
-            entry = jnp.minimum(self.table_entry(jnp.minimum(number, self.stop - 1)), tables.shape[-1] - 1)
-            if len(tables.shape) == 3:
+            entry = jnp.minimum(self.table_entry(jnp.minimum(number, self.stop - 1)), last_entry)
+            if tile.tokens_first:
+                pool_row = tables[self.batch, entry * tile.page_size]
+                exists = basics.in_pool(pool_row, pool_rows)
+            elif len(tables.shape) == 3:
                 pool_row = tables[self.batch, self.head, entry]
                 exists = basics.in_pool(pool_row, pool_rows)
             else:
@@ -797,17 +809,16 @@ class KvSplit:
 
     def start_value_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
         """Start the copies of the values of the i-th tile; see `start_copies`."""
-        tile, x, mem = self.tile, self.x, self.mem
+        tile, mem = self.tile, self.mem
         stage = lax.rem(i, self.static.stages)
         full = mem.values_full.at[stage]
         _, tile_of_page = tile.first_page(i)
-        source = pl.ds(tile_of_page * tile.page_tokens, tile.page_tokens)
         for j, (pool_row, position) in enumerate(pages):
             target = mem.v.at[stage, pl.ds(j * tile.page_tokens, tile.page_tokens)]
 
             @pl.when(position < ABSENT)
             def _copy(pool_row: Any = pool_row, target: Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], target, full)
+                plgpu.copy_gmem_to_smem(self.values_of_page(pool_row, tile_of_page), target, full)
 
             pl.when(position >= ABSENT)(lambda: plgpu.barrier_arrive(full))
 
@@ -818,12 +829,13 @@ class KvSplit:
         full = mem.full.at[stage]
         _, tile_of_page = tile.first_page(i)
         rows = tile.rows(tile.page_tokens)
-        source, target = pl.ds(tile_of_page * rows, rows), pl.ds(j * rows, rows)
+        target = pl.ds(j * rows, rows)
         pools = [x.k] * len(mem.k) if x.rope is None else [x.k, x.rope]
         for pool, (first, columns), k in zip(pools, tile.key_slices, mem.k, strict=True):
-            plgpu.copy_gmem_to_smem(pool.at[pool_row, source, pl.ds(first, columns)], k.at[stage, target], full)
+            source = self.rows_of_page(pool, pool_row, tile_of_page, first, columns)
+            plgpu.copy_gmem_to_smem(source, k.at[stage, target], full)
         if x.v is not None and not tile.refills_keys_early:
-            plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[stage, target], full)
+            plgpu.copy_gmem_to_smem(self.values_of_page(pool_row, tile_of_page), mem.v.at[stage, target], full)
         if tile.latent_groups:
             count = tile.scales_per_page
             to = mem.scales.at[stage, j, pl.ds(0, count)]
@@ -840,6 +852,26 @@ class KvSplit:
             for of_values, scale in enumerate((x.k_scale, x.v_scale)):
                 to = mem.scales.at[stage, of_values, j, pl.ds(0, width)]
                 plgpu.copy_gmem_to_smem(scale.at[pl.ds(first, width)], to, full)
+
+    def rows_of_page(self, pool: Ref, pool_row: Any, tile_of_page: Any, first: int, columns: int) -> Ref:
+        """Return the part of a pool that is in one tile: the rows of one page, from column `first` on.
+
+        Args:
+          pool_row: result of `look_up_pages`.
+          tile_of_page: index of the tile in the page.
+        """
+        rows = self.tile.rows(self.tile.page_tokens)
+        begin = tile_of_page * rows
+        if self.tile.tokens_first:
+            # The division tells Mosaic that the first row is a multiple of the rows of a swizzle pattern.
+            begin += lax.div(pool_row, jnp.int32(self.tile.page_size)) * self.tile.page_size
+            return pool.at[pl.ds(begin, rows), self.head, pl.ds(first, columns)]
+        return pool.at[pool_row, pl.ds(begin, rows), pl.ds(first, columns)]
+
+    def values_of_page(self, pool_row: Any, tile_of_page: Any) -> Ref:
+        """Return the values of a page that are in one tile; see `rows_of_page`."""
+        columns = self.tile.value_dim * self.tile.tokens_per_row
+        return self.rows_of_page(self.x.v, pool_row, tile_of_page, self.tile.first_value_column, columns)
 
     # One tile
 

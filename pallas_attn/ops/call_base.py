@@ -36,6 +36,12 @@ class OperationCall:
         """
         return self
 
+    def unmeasured(self, name: str) -> str | None:
+        """Return why the implementation `name` runs this call only if the caller names it and no other implementation;
+        None if it is also chosen automatically.
+        """
+        return None
+
 
 class ScaledCall(OperationCall):
     """Call with queries `q` [..., D] and `sm_scale`."""
@@ -79,6 +85,11 @@ class PagedAttentionCall(AttentionCall):
     def page_size(self: Any) -> int:
         return self.kv.page_size
 
+    def unmeasured(self: Any, name: str) -> str | None:
+        if name == "mosaic" and (self.kv.is_fused or self.kv.view_page_size is not None):
+            return "needs implementation='mosaic': not run on a GPU over fused caches and views of other layouts"
+        return None
+
     def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return q / q_scale, rounded to the cache's float8 dtype, in q's dtype.
 
@@ -112,6 +123,11 @@ class DecodeCall(OperationCall):
     """
 
     @property
+    def plan_page_size(self: Any) -> int:
+        """Tokens per page of a plan for this call."""
+        return self.page_size
+
+    @property
     def plan_key(self: Any) -> PlanKey:
         """Static properties of the call that a `DecodePlan` for this call depends on."""
         return PlanKey(
@@ -120,8 +136,8 @@ class DecodeCall(OperationCall):
             num_queries=self.num_queries,
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
-            page_size=self.page_size,
-            table_pages=self.block_tables.shape[-1],
+            page_size=self.plan_page_size,
+            table_pages=self.block_tables.shape[-1] * self.page_size // self.plan_page_size,
             window=checks.window_key(self.window),
             q_lens=self.q_lens is not None,
         )

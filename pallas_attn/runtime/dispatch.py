@@ -14,6 +14,7 @@ function of the operation's name that takes the call object, and an entry to `MO
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -21,7 +22,7 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -116,6 +117,10 @@ def implementations(op: str) -> tuple[str, ...]:
 def is_named(implementation: Implementation) -> bool:
     """Return whether the caller or the environment variable selects implementations by name."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+
+
+_IS_ONE_OF_SEVERAL = contextvars.ContextVar("is_one_of_several", default=False)
+"""Whether a call that names an implementation is an attempt of another call that does not name only this one."""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -287,14 +292,39 @@ class _Chosen:
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
 
-        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, self.implementation))
+
+
+@contextlib.contextmanager
+def one_of(op: str, implementation: Implementation) -> Iterator[None]:
+    """Return a context for calls that name one candidate of a call with the argument `implementation`.
+
+    Unless `implementation` names only this candidate, the calls do not count as calls of the user that name it.
+    """
+    several = not is_named(implementation) or len(candidates(op, implementation)) > 1
+    token = _IS_ONE_OF_SEVERAL.set(several)
+    try:
+        yield
+    finally:
+        _IS_ONE_OF_SEVERAL.reset(token)
+
+
+def refuse_unmeasured(call: OperationCall, name: str, implementation: Implementation) -> None:
+    """Raise NotImplementedError for a kernel that has not run on a GPU, unless the caller names it and no other."""
+    is_only = is_named(implementation) and len(candidates(call.op, implementation)) == 1
+    if (not is_only or _IS_ONE_OF_SEVERAL.get()) and (reason := call.unmeasured(name)):
+        raise NotImplementedError(reason)
 
 
 def _attempt(
-    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]],
+    implementation: Implementation,
+    name: str,
+    function: kernel_cache.NamedFunction,
 ) -> Any:
-    """Run a call with one implementation."""
+    """Run a call with one implementation. `implementation` is the argument of the user's call."""
     call, arrays, rest = bounded()
+    refuse_unmeasured(call, name, implementation)
     if name not in KERNELS:
         return function(call)
     interprets_triton = name == "triton" and device.interprets_triton()
@@ -353,12 +383,13 @@ def explain(
         args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
-    for name in candidates(chooser, implementation):
-        try:
-            load(chooser, name, named=is_named(implementation))
-            jax.eval_shape(functools.partial(call, name), arrays)
-        except NotImplementedError as refusal:
-            refused[name] = str(refusal)
-        else:
-            return Explanation(op, name, refused)
+    with one_of(chooser, implementation):
+        for name in candidates(chooser, implementation):
+            try:
+                load(chooser, name, named=is_named(implementation))
+                jax.eval_shape(functools.partial(call, name), arrays)
+            except NotImplementedError as refusal:
+                refused[name] = str(refusal)
+            else:
+                return Explanation(op, name, refused)
     return Explanation(op, None, refused)

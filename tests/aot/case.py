@@ -137,6 +137,20 @@ def on_b200(cases: Mapping[str, DeferredCase]) -> dict[str, DeferredCase]:
 _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 
+def in_layout(arguments: Mapping[str, Any], *, fused: bool = False, tokens_first: bool = False) -> dict[str, Any]:
+    """Return the shapes of a call with a fused cache, or with a view of pages with tokens before heads."""
+    kv, tables = arguments["kv"], arguments["block_tables"]
+    pages, heads, page_size, columns = kv.k.shape
+    if fused:
+        kv = dataclasses.replace(kv, k=shape(pages, heads, page_size, 2 * columns, dtype=kv.k.dtype), v=None)
+    if tokens_first:
+        tokens = pages * page_size, heads, 1
+        k, v = (None if x is None else shape(*tokens, x.shape[3], dtype=x.dtype) for x in (kv.k, kv.v))
+        kv = dataclasses.replace(kv, k=k, v=v, view_page_size=page_size)
+        tables = shape(*tables.shape[:-1], tables.shape[-1] * page_size, dtype=tables.dtype)
+    return dict(arguments) | {"kv": kv, "block_tables": tables}
+
+
 def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:
     """Return the shapes and dtypes of a cache for a spec. Equal specs are traced once."""
     key = cache, repr(spec)

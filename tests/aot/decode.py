@@ -37,7 +37,7 @@ from pallas_attn.ops.paged_decode.config import (
     mosaic_tile,
 )
 from pallas_attn.runtime import tuning
-from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, in_layout, shape
 from tests.aot.plans import fitted, plan_shapes
 
 BATCH, KV_HEADS, PAGES, TOKENS = 32, 8, 256, 64
@@ -353,7 +353,20 @@ def unlike() -> dict[str, DeferredCase]:
         "fp8-queries": fp8_queries(),
         "one-sequence": one_sequence(),
         "one-scale-per-page": one_scale_per_page(),
+        "tokens-first": BF16.case(in_layout(plain, tokens_first=True)),
+        "tokens-first-layers": BF16.case(in_layout(plain, tokens_first=True)).replace(function=layers, donated=True),
+        "fused-tokens-first": BF16.case(in_layout(plain, fused=True, tokens_first=True)),
+        "fused": BF16.case(in_layout(plain, fused=True)),
+        "tokens-first-all-features": tokens_first_all_features(),
     }
+
+
+@deferred
+def tokens_first_all_features() -> DeferredCase:
+    """Return the case of an fp8 cache with tokens before heads that needs the most registers."""
+    fp8 = Configuration("fp8-head", columns=32, out=jnp.float32, page_size=16)
+    arguments = fp8.arguments(queries=4) | drafts(4) | sinks(8) | HEAD_WINDOWS | q_scales(fp8, queries=4)
+    return fp8.case(in_layout(arguments, fused=True, tokens_first=True), soft_cap=50.0).replace(blocks=1)
 
 
 @deferred

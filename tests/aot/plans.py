@@ -58,15 +58,16 @@ def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str,
     if not isinstance(plan, DecodePlan):
         return dict(arguments)
     latent = "q_latent" in arguments
+    cache = arguments["cache" if latent else "kv"]
     batch, num_queries, num_q_heads, _ = arguments["q_latent" if latent else "q"].shape
     made_for = PlanKey(
         op="mla_decode" if latent else "paged_decode",
         batch=batch,
         num_queries=num_queries,
         num_q_heads=num_q_heads,
-        num_kv_heads=1 if latent else arguments["kv"].k.shape[1],
-        page_size=arguments["cache" if latent else "kv"].page_size,
-        table_pages=arguments["block_tables"].shape[-1],
+        num_kv_heads=1 if latent else cache.k.shape[1],
+        page_size=cache.page_size if latent else cache.plan_page_size,
+        table_pages=arguments["block_tables"].shape[-1] // (1 if latent else cache.plan_page_size // cache.page_size),
         window="per head" if arguments.get("window") is not None else window,
         q_lens=arguments.get("q_lens") is not None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
 from pallas_attn.runtime import tuning
-from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, on_b200, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, in_layout, on_b200, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8
 SIZES = {
@@ -116,6 +116,7 @@ def paged(
     features: Iterable[str] = (),
     splits: int = 0,
     group: int = 4,
+    layout: Mapping[str, bool] | None = None,
     **static: Any,
 ) -> Case:
     """Return a case of `paged_prefill` with 8 KV heads.
@@ -128,6 +129,7 @@ def paged(
       splits: number of KV splits per query whose partial states the temporary memory may hold; 0 if the kernel must not
       split keys.
       group: query heads per KV head.
+      layout: options of `in_layout`.
     """
     pages = KEYS // page_size
     cache_dtype, scales = cache or (dtype, None)
@@ -151,6 +153,8 @@ def paged(
         arguments["window"] = jax.eval_shape(HeadWindow, ints(8), ints(8))
     if "sinks" in features:
         arguments["sinks"] = shape(8 * group, dtype=jnp.float32)
+
+    arguments = in_layout(arguments, **layout or {})
 
     def call(**arguments: Any) -> Any:
         with looking_up(sizes):
@@ -259,6 +263,16 @@ PREFILL: dict[str, DeferredCase] = {
     "paged-prefill-p64-all-features": paged(128, 64, **ALL_FEATURES),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128)},
     "paged-prefill-d256-all-features": paged(256, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
+    "paged-prefill-tokens-first": paged(layout={"tokens_first": True}),
+    "paged-prefill-fused-tokens-first-p16-all-features": paged(
+        128,
+        16,
+        **(ALL_FEATURES | {"features": ("head-windows", "sinks")}),
+        layout={"tokens_first": True, "fused": True},
+    ),
+    "paged-prefill-fused": paged(layout={"fused": True}),
+    "paged-prefill-fp8-head-tokens-first": paged(cache=CACHES["fp8-head"], layout={"tokens_first": True}),
+    "paged-prefill-d512-tokens-first": paged(512, group=8, splits=2, layout={"tokens_first": True}),
     "paged-prefill-d512": paged(512, group=8, splits=2),
     "paged-prefill-d512-all-features": paged(512, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
     "paged-prefill-fp8-head-d512": paged(512, group=8, cache=CACHES["fp8-head"], sizes=SHARED_ROWS, splits=2),

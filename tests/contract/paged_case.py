@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_attn import FULL, HeadWindow, PagedKV, kv_cache_spec
+from pallas_attn import FULL, HeadWindow, PagedKV, kv_cache_spec, to_nhd, token_tables, view_fused, view_nhd
 from pallas_attn.types import ScaleLayout
 from tests.kit import harness
 
@@ -32,6 +32,8 @@ class PagedCase:
         cache_dtype: dtype of the cache; None for the dtype of the queries.
         scales: argument `scales` of `kv_cache_spec`.
         value_dim: width of values; None for head_dim.
+        tokens_first: whether the cache is a view of pages with tokens before heads, with an entry per token in block
+        tables.
         fused: number of columns for keys, and for values, if both are in one array; None for separate arrays.
         head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
         head_wise: whether each KV head has a block table, [B, Hkv, P], whose ids are page rows of any KV head.
@@ -54,6 +56,7 @@ class PagedCase:
     head_dim: int = 16
     value_dim: int | None = None
     fused: int | None = None
+    tokens_first: bool = False
     page_size: int = 8
     pages_per_row: int = 8
     num_pages: int = 72
@@ -187,7 +190,14 @@ class Inputs:
 
     def _shared(self, poisoned: bool) -> dict[str, Any]:
         case = self.case
-        arguments: dict[str, Any] = {"kv": self._cache(poisoned), "block_tables": self.tables, "sinks": self.sinks}
+        kv, tables = self._cache(poisoned), self.tables
+        if case.tokens_first:
+            if case.fused is None:
+                kv = view_nhd(*to_nhd(kv))
+            else:
+                kv = view_fused(jnp.swapaxes(kv.k, 1, 2), case.kv_heads, kv.k_scale, kv.v_scale)
+            tables = np.asarray(token_tables(jnp.asarray(tables), page_size=case.page_size))
+        arguments: dict[str, Any] = {"kv": kv, "block_tables": tables, "sinks": self.sinks}
         if case.head_windows is not None:
             window, sink_tokens = np.array(case.head_windows, np.int32).T
             arguments["window"] = HeadWindow(jnp.asarray(window), jnp.asarray(sink_tokens))

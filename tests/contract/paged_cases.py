@@ -177,7 +177,34 @@ WIDE = {
 }
 """Heads of more than 256 columns."""
 
-SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS | WIDE
+LAYOUTS = {
+    "tokens first": replace(CARRIER, tokens_first=True),
+    "tokens first, drafts, windows, absent pages": replace(
+        DRAFTS, tokens_first=True, head_windows=((3, 0), (18, 2)), absent_pages=True, q_heads=6
+    ),
+    "tokens first, pages of 192, int window, soft cap": shape(
+        4, 2, 128, 192, kv_lens=(0, 1, 195, 330), pages_per_row=2, tokens_first=True, window=150, soft_cap=9.0
+    ),
+    "tokens first, int8 per head, pages of 32": shape(
+        8, 2, 128, 32, tokens_first=True, cache_dtype="int8", scales="head", sinks="ordinary"
+    ),
+    "tokens first, fp8 per channel": shape(2, 2, 128, 16, tokens_first=True, cache_dtype=FP8, scales="channel"),
+    "tokens first, fp8 per token": shape(2, 2, 128, 16, tokens_first=True, cache_dtype=FP8, scales=16),
+    "tokens first, int8 heads of 64": shape(2, 2, 64, 16, tokens_first=True, cache_dtype="int8", scales="head"),
+    "tokens first, pages of 24": shape(2, 2, 64, 24, tokens_first=True),
+    "tokens first, width 512": shape(4, 2, 512, 64, tokens_first=True, kv_lens=(0, 1, 150), q_lens=(0, 1, 1)),
+    "fused, tokens first": replace(CARRIER, tokens_first=True, fused=64),
+    "fused in lanes, tokens first, pages of 64, float16": replace(
+        LONG_PAGES, tokens_first=True, fused=128, dtype="float16", window=70, sinks="mixed"
+    ),
+    "fused, tokens first, fp8 per head": replace(
+        DRAFTS, tokens_first=True, fused=128, head_dim=128, cache_dtype=FP8, scales="head"
+    ),
+    "fused in lanes": replace(CARRIER, fused=128, absent_pages=True),
+}
+"""Caches with tokens before heads, and fused caches."""
+
+SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS | WIDE | LAYOUTS
 
 TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
 Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
@@ -303,9 +330,11 @@ UNSUPPORTED = {
         "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
         "keys of 48, values of 80, sinks": "takes pages of keys and values of one width",
         "values narrower, int8 per channel, windows": "takes pages of keys and values of one width",
-        "fused, drafts": "takes keys and values in arrays of their own, got them",
-        "fused in lanes, fp8 per token, pages of 1 token": "takes keys and values in arrays of their own, got them",
-        "fused in lanes, int8 per channel, head-wise": "takes keys and values in arrays of their own, got them",
+        "fused in lanes, fp8 per token, pages of 1 token": "takes fused keys and values of a multiple of 128 bytes",
+        "fused in lanes, int8 per channel, head-wise": "takes fused keys and values of a multiple of 128 bytes",
+        "tokens first, fp8 per token": "takes scales per head or channel with tokens before heads, got a scale per",
+        "tokens first, int8 heads of 64": "takes 8-bit heads of at least 128 columns .* got 64",
+        "tokens first, pages of 24": "takes views of pages of a multiple of 16 tokens, got 24",
         "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
         "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
         "chunks, a tree": "takes no draft mask",
@@ -327,6 +356,17 @@ UNSUPPORTED = {
     },
 }
 """By backend: names of the cases that it does not support, and a pattern of the error message of each."""
+
+
+def other_layouts(cases: Mapping[str, PagedCase]) -> dict[str, str]:
+    """Return the error messages of the cases in other layouts, for kernels that do not support them."""
+    reasons = {}
+    for name, case in cases.items():
+        if case.fused is not None:
+            reasons[name] = "takes keys and values in arrays of their own, got them fused"
+        elif case.tokens_first:
+            reasons[name] = "takes pages with heads before tokens, got a view"
+    return reasons
 
 
 def too_wide(cases: Mapping[str, PagedCase], supported: tuple[int, ...] = ()) -> dict[str, str]:

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
+from pallas_attn import (
+    PagedKV,
+    cascade_decode,
+    count_shared_pages,
+    explain,
+    paged_decode,
+    to_nhd,
+    token_tables,
+    view_nhd,
+)
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends, transformations
 from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
@@ -83,6 +92,15 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 @in_every_run("xla", triton=["two pages"])
 def test_what_is_shared(backend: Backend, name: str) -> None:
     check(backend, draw(*CASES[name], backend.dtype, harness.fresh_rng()))
+
+
+@every_backend(wanted=lambda backend: backend.id != "mosaic_sm100")
+@in_every_run("xla")
+def test_view_of_pages_with_tokens_before_heads(backend: Backend) -> None:
+    """The tables of a view have an entry per token. 39 tokens are shared, which ends within a page of the plan."""
+    arguments = draw((60, 64, 41, 50), 3, backend.dtype, harness.fresh_rng())
+    tables = token_tables(jnp.asarray(arguments["block_tables"]), page_size=PS)
+    check(backend, arguments | {"kv": view_nhd(*to_nhd(arguments["kv"])), "block_tables": np.asarray(tables)})
 
 
 @every_backend()

@@ -284,6 +284,7 @@ DENSE = {
     "empty ranges": DenseCase(4, 4, 2, 96, start=(0, 70, 5, -2), end=(0, 50, 96, 400), residuals=True),
     "odd number of tokens": DenseCase(2, 4, None, 33, end=(33, 20), residuals=True),
     "scale": DenseCase(2, 4, 2, 64, scale=1.0),
+    "several heads, backend's dtype": DenseCase(2, 4, 2, 80, end=(70, 7), residuals=True, dtype=None),
     "one head, backend's dtype": DenseCase(2, 4, 1, 64, end=(64, 7), residuals=True, dtype=None),
 }
 
@@ -349,17 +350,20 @@ def check_dense(backend: Backend, case: DenseCase) -> None:
 
 def unsupported_dense(cases: Mapping[str, DenseCase]) -> dict[str, dict[str, str]]:
     """Return the reasons why Mosaic kernels do not support cases, for `unsupported`: their pages have one token."""
-    names = [
-        name for name, case in cases.items() if (case.kv_heads or 1) > 1 or case.start is not None or case.tokens % 16
-    ]
-    return {"mosaic": dict.fromkeys(names, "takes pages of")}
+    names = [name for name, case in cases.items() if case.start is not None or case.tokens % 16]
+    several = [name for name, case in cases.items() if (case.kv_heads or 1) > 1 and name not in names]
+    return {
+        "mosaic": dict.fromkeys(names, "takes pages of|takes views of pages of a multiple of 16 tokens"),
+        "mosaic_sm100": dict.fromkeys(names, "takes pages of")
+        | dict.fromkeys(several, "takes pages with heads before"),
+    }
 
 
 @backends.every_case("paged_decode", DENSE)
 @in_every_run(
     "xla",
     reference=["empty ranges"],
-    mosaic=["one head, backend's dtype", "empty ranges"],
+    mosaic=["one head, backend's dtype", "several heads, backend's dtype", "empty ranges"],
     triton=["empty ranges", "one head, backend's dtype"],
 )
 @unsupported(**unsupported_dense(DENSE))

@@ -156,6 +156,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "draft trees over any head's rows", "draft trees that start tiles", "tree of 3, windowed",
         "tree of 8, full", "8 queries each, no q_lens", "drafts in blocks, pages of 32", "G 8, width 512, sinks",
         "keys of 512, values of 320", "width 512, fp8 per token, absent pages",
+        "tokens first, drafts, windows, absent pages",
     ],
     mosaic=[
         "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
@@ -170,6 +171,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fp8 queries of tokens, tree, cap", "one scale of e5m2 queries, drafts",
         "draft trees over any head's rows", "draft trees that start tiles",
         "draft trees, windows, absent pages", "draft trees alone", "drafts in blocks, pages of 32",
+        "tokens first, drafts, windows, absent pages", "tokens first, fp8 per token", "tokens first, int8 heads of 64",
+        "tokens first, pages of 24", "fused in lanes, tokens first, pages of 64, float16",
     ],
     mosaic_sm100=["head-wise windows and sink tokens, absent pages"],
     triton=[
@@ -178,11 +181,13 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "int8 per channel, windows, float16", "fp8 per token, windows",
         "fused in lanes, fp8 per token, pages of 1 token", "fp8 queries of tokens, tree, cap",
         "tree of 3, windowed", "G 8, width 512, sinks", "keys of 512, values of 320",
+        "tokens first, pages of 192, int window, soft cap",
     ],
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.DECODE))
 @unsupported(mosaic={"G 67": "67 have no such divisor"})  # the prefill kernel supports any number of heads
 @unsupported(mosaic_sm100=paged_cases.too_wide(paged_cases.DECODE))
+@unsupported(mosaic_sm100=paged_cases.other_layouts(paged_cases.DECODE))
 def test_decode(backend: Backend, name: str) -> None:
     case = DECODE.cases[name]
     check(DECODE, backends.for_width(backend, case.head_dim), draw(backend, case))
@@ -245,7 +250,9 @@ def test_decode(backend: Backend, name: str) -> None:
         "chunks, one scale of fp8 queries, soft cap", "chunks, one scale of e5m2 queries",
         "full, sinks, soft cap", "full, more queries than keys", "chunks, a tree",
         "chunks, a tree over windows and absent pages", "chunks, a tree, int8 per token, head-wise",
-        "chunks, a tree, more new tokens than keys",
+        "chunks, a tree, more new tokens than keys", "tokens first, pages of 192, int window, soft cap",
+        "fused, tokens first, fp8 per head", "tokens first, fp8 per token", "tokens first, int8 heads of 64",
+        "tokens first, pages of 24",
     ],
     mosaic_sm100=["chunks, int8 per token"],
     triton=[
@@ -260,7 +267,7 @@ def test_decode(backend: Backend, name: str) -> None:
         **paged_cases.too_wide(paged_cases.PREFILL, (512,)),
         "width 512, int8 per channel, windows": "takes scales per head, token or token group",
     },
-    mosaic_sm100=paged_cases.too_wide(paged_cases.PREFILL),
+    mosaic_sm100=paged_cases.too_wide(paged_cases.PREFILL) | paged_cases.other_layouts(paged_cases.PREFILL),
 )
 def test_prefill(backend: Backend, name: str) -> None:
     case = PREFILL.cases[name]

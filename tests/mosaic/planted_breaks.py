@@ -1,5 +1,5 @@
-"""Mistakes that `test_planted_breaks.py` makes in the Blackwell kernels and in the decode kernel for wide heads on
-purpose, each with the test that detects it.
+"""Mistakes that `test_planted_breaks.py` makes on purpose in the Blackwell kernels, in the decode kernel for wide
+heads, and in kernels over views of other layouts, each with the test that detects it.
 
 To plant a mistake is to replace correct code by wrong code in a copy of the library. The mistakes are typical: missing
 barriers, GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 DECODE = "pallas_attn/mosaic/decode.py"
+TMA = "pallas_attn/mosaic/primitives/tma.py"
 PRODUCTS = "pallas_attn/mosaic/blackwell/decode_products.py"
 LATENTS = "pallas_attn/mosaic/blackwell/mla_decode.py"
 MERGE = "pallas_attn/mosaic/merge.py"
@@ -24,6 +25,9 @@ ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers"
 PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
 WIDE = "tests/ops/test_paged_decode_mosaic.py::test_wide_heads_with_more_tiles_than_stages"
 COLUMNS = "tests/contract/test_paged_attention.py::test_columns_of_wide_values_keep_their_place"
+
+LAYOUTS = "tests/contract/test_paged_attention.py::test_decode"
+LAYOUTS_OF_PREFILL = "tests/contract/test_paged_attention.py::test_prefill"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +112,37 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "wide decode: the halves of the values are swapped": PlantedBreak(
         DECODE,
-        "                plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], target, full)\n",
+        "                plgpu.copy_gmem_to_smem(self.values_of_page(pool_row, tile_of_page), target, full)\n",
         "                half = tile.value_dim // 2\n"
         "                for i in range(2):\n"
         "                    swapped = target.at[:, pl.ds((1 - i) * half, half)]\n"
-        "                    plgpu.copy_gmem_to_smem(x.v.at[pool_row, source, pl.ds(i * half, half)], swapped, full)\n",
+        "                    part = self.rows_of_page(self.x.v, pool_row, tile_of_page, i * half, half)\n"
+        "                    plgpu.copy_gmem_to_smem(part, swapped, full)\n",
         f"{COLUMNS}[512-paged_decode-mosaic]",
+    ),
+    "views: a page starts at the table entry of another token": PlantedBreak(
+        DECODE,
+        "pool_row = tables[self.batch, entry * tile.page_size]",
+        "pool_row = tables[self.batch, entry]",
+        f"{LAYOUTS}[mosaic-tokens first, drafts, windows, absent pages]",
+    ),
+    "views: values start at the column of keys": PlantedBreak(
+        DECODE,
+        "tile_of_page, self.tile.first_value_column, columns)",
+        "tile_of_page, 0, columns)",
+        f"{LAYOUTS}[mosaic-fused in lanes, tokens first, pages of 64, float16]",
+    ),
+    "views: a copy has the rows of the first head": PlantedBreak(
+        TMA,
+        "self.pages.at[pl.ds(page + first, count), self.head, some]",
+        "self.pages.at[pl.ds(page + first, count), 0, some]",
+        f"{LAYOUTS_OF_PREFILL}[mosaic-tokens first, pages of 192, int window, soft cap]",
+    ),
+    "views: the rest of a table starts within a page of the plan": PlantedBreak(
+        "pallas_attn/ops/cascade_decode/__init__.py",
+        "shared = shared // entries * entries",
+        "shared = shared // 1",
+        "tests/contract/test_cascade_decode.py::test_view_of_pages_with_tokens_before_heads[mosaic]",
     ),
     "wide decode: no wait for the values": PlantedBreak(
         DECODE,

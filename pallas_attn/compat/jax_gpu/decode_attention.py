@@ -77,8 +77,9 @@ def gqa(
 ) -> Attention:
     """Attention of one query token per sequence over a dense cache with tokens before KV heads.
 
-    The cache is read in place. Mosaic kernels support caches with one KV head and without `start_idx`; the other calls
-    run on Triton kernels.
+    The cache is read in place. Mosaic kernels run calls with one KV head and without `start_idx`. With several KV heads
+    and without `start_idx`, they run if `implementation` is "mosaic" and S is a multiple of 16; they have not run on a
+    GPU with this layout. The other calls run on Triton kernels.
 
     Args:
       q: queries in bfloat16, float16 or float32.
@@ -173,7 +174,8 @@ def _attend(
     # The tokens of a page of one head are contiguous only if the page has one token, or the cache one head. Pages of
     # one token also permit tables that start at any token.
     page_size = next((ps for ps in PAGE_SIZES if tokens % ps == 0), 1) if num_kv_heads == 1 and start_idx is None else 1
-    kv = PagedKV(*(x.reshape(-1, num_kv_heads, page_size, head_dim) for x in (k, v)))
+    view = tokens if num_kv_heads > 1 and start_idx is None else None  # a row of `table` has consecutive tokens
+    kv = PagedKV(*(x.reshape(-1, num_kv_heads, page_size, head_dim) for x in (k, v)), view_page_size=view)
     table = jnp.arange(batch * tokens // page_size, dtype=jnp.int32).reshape(batch, tokens // page_size)
     kv_lens = jnp.broadcast_to(jnp.int32(tokens) if kv_seq_len is None else kv_seq_len, (batch,))
     if start_idx is not None:

@@ -17,7 +17,7 @@ In interpret mode every copy arrives separately (`arrivals`), and arrays are pad
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +99,30 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
+class PagesOfHead(NamedTuple):
+    """Keys or values in global memory, as a source of `tma_load_pages`.
+
+    Attributes:
+      pages: [N, rows of a page, columns], one KV head per page. With `head`, [rows, Hkv, columns], where the rows of a
+        page are consecutive.
+      head: KV head, or None.
+      first_column: first column that is copied, a multiple of 128 bytes.
+    """
+
+    pages: Ref
+    head: Any = None
+    first_column: int = 0
+
+    def rows(self, page: Any, first: Any, count: int, columns: int) -> Ref:
+        """Return `count` rows of a page from row `first` on, in interpret mode. `page` is as in `tma_load_pages`."""
+        some = pl.ds(self.first_column, columns)
+        if self.head is None:
+            return self.pages.at[page, pl.ds(first, count), some]
+        return self.pages.at[pl.ds(page + first, count), self.head, some]
+
+
 def tma_load_pages(
-    pool: Ref,
+    pool: PagesOfHead,
     row: jax.Array,
     first: Any,
     tile: Ref,
@@ -112,10 +134,10 @@ def tma_load_pages(
     """Start TMA copies of pages, or of a part of each page, to consecutive rows of a tile in shared memory.
 
     Args:
-      pool: [N, rows of a page, columns] in global memory.
-      row: int32 [128] in layout `LANES`, with equal values in all warps. Lane i < `pages` has the index in `pool` of
-        page i of the tile, or a negative number if the page is absent; other lanes have negative numbers. The rows of
-        an absent page in the tile stay unchanged.
+      pool: the source.
+      row: int32 [128] in layout `LANES`, with equal values in all warps. Lane i < `pages` has the index in `pool.pages`
+        of page i of the tile, with `pool.head` the index of the first row of the page; or a negative number if the page
+        is absent; other lanes have negative numbers. The rows of an absent page in the tile stay unchanged.
       first: first row that is copied of each page, a multiple of 8.
       tile: `register_tiles.operand` [pages · rows copied per page, columns].
       barrier: barrier that expects `arrivals(pages)` arrivals for these copies.
@@ -129,21 +151,23 @@ def tma_load_pages(
     if interpreted():
         for i in range(pages):
             page = row[i + (lane or 0)]
-            source, target = pool.at[jnp.maximum(page, 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
+            source = pool.rows(jnp.maximum(page, 0), first, rows, tile.shape[1])
+            target = tile.at[pl.ds(i * rows, rows)]
             pl.when(page >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, barrier))
             pl.when(page < 0)(lambda: plgpu.barrier_arrive(barrier))
         return
 
     groups = rows // GROUP
+    columns, tokens_first = tile.shape[1], pool.head is not None
     is_cut = needed is not None and rows >= LEAST_CUT
     last, left = _last_page(needed, pages, groups) if is_cut else (jnp.int32(pages), jnp.int32(0))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 3, _tile_ref(tile), SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 4, _tile_ref(tile), SCALAR))
     def start(
-        ctx: Any, pool: ir.Value, row: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
+        ctx: Any, source: ir.Value, row: Any, head: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
     ) -> None:
-        own, share = _own(row), GROUP * _row_bytes(pool) // THREADS
-        first, last, left = (x.registers.item() for x in (first, last, left))
+        own, share = _own(row), GROUP * columns * _item_bytes(source) // THREADS
+        head, first, last, left = (x.registers.item() for x in (head, first, last, left))
         present: Any = _present(own)
         if lane is not None:
             present = arith.andi(arith.shrui(present, _number(lane)), _number((1 << pages) - 1))
@@ -154,9 +178,12 @@ def tma_load_pages(
         copies = _Copies.announced(ctx, address, arith.muli(announced, _number(share)))
 
         def copy(number: ir.Value, begin: ir.Value, count: int, group: ir.Value, condition: ir.Value) -> None:
-            source = _index(number), mgpu.ds(_index(begin), count * GROUP)
+            some = mgpu.ds(pool.first_column, columns)
+            index = _index(number), mgpu.ds(_index(begin), count * GROUP), some
+            if tokens_first:
+                index = mgpu.ds(_index(arith.addi(number, begin)), count * GROUP), _index(head), some
             to = mgpu.utils.memref_slice(tile, (mgpu.ds(_index(group), count),))
-            copies.start(pool, source, to, (_whole_groups(pool),), condition)
+            copies.start(source, index, to, (_whole_groups(source),), condition)
 
         for page in copies.shared_by_warps(pages):
             number = _of_lane(own, arith.addi(page, _number(lane)) if lane else page)
@@ -173,7 +200,8 @@ def tma_load_pages(
                 begin = arith.addi(first, arith.muli(group, _number(GROUP)))
                 copy(number, begin, 1, arith.addi(first_group, group), is_needed)
 
-    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(barrier))
+    head, first = (jnp.asarray(x, jnp.int32) for x in (pool.head if tokens_first else 0, first))
+    start(pool.pages, row, head, first, last, left, tile, _address(barrier))
 
 
 def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
@@ -431,8 +459,12 @@ def _swizzled(source: ir.Value) -> int:
 
 def _row_bytes(source: ir.Value) -> int:
     """Return the number of bytes of the last axis of an array."""
-    kind = ir.MemRefType(source.type)
-    return kind.shape[-1] * mgpu.utils.bitwidth(kind.element_type) // 8
+    return ir.MemRefType(source.type).shape[-1] * _item_bytes(source)
+
+
+def _item_bytes(source: ir.Value) -> int:
+    """Return the number of bytes of an element of an array."""
+    return mgpu.utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
 
 
 def _own(x: Any) -> ir.Value:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
+from pallas_attn.mosaic.primitives.dequantize import tokens_per_smem_row
 from pallas_attn.types import QMAX, PagedKV, PagedLatent
 
 HEAD_DIMS = (64, 128, 256)
@@ -45,6 +47,42 @@ def require_apart(kv: PagedKV) -> None:
         raise NotImplementedError(
             f"takes pages of keys and values of one width, got {kv.k.shape[-1]} and {kv.v.shape[-1]}"
         )
+
+
+def require_own_layout(kv: PagedKV) -> None:
+    """Raise NotImplementedError for fused caches and for views of pages with tokens before heads."""
+    require_apart(kv)
+    if kv.view_page_size is not None:
+        raise NotImplementedError("takes pages with heads before tokens, got a view of pages with tokens before heads")
+
+
+def require_layout(kv: PagedKV, head_dim: int, block_tables: Int32[Array, "B *heads P"]) -> None:
+    """Raise NotImplementedError for layouts of a cache that the kernels on Hopper do not support.
+
+    They support separate and fused arrays of keys and values, with heads before tokens or tokens before heads (a view).
+    """
+    columns = kv.k.shape[-1] // 2
+    if kv.v is None and columns * kv.k.dtype.itemsize % 128:
+        raise NotImplementedError(
+            f"takes fused keys and values of a multiple of 128 bytes, got {columns} columns of {kv.k.dtype.name}"
+        )
+    if kv.v is not None:
+        require_apart(kv)
+    is_contiguous = kv.v is not None and kv.view_page_size is None
+    if not is_contiguous and tokens_per_smem_row(kv.k.dtype, head_dim) > 1:
+        raise NotImplementedError(
+            f"takes 8-bit heads of at least 128 columns if the rows of a head are not contiguous, got {head_dim}"
+        )
+    if kv.view_page_size is None:
+        return
+    if kv.view_page_size % PAGE_SIZES[0]:
+        raise NotImplementedError(
+            f"takes views of pages of a multiple of {PAGE_SIZES[0]} tokens, got {kv.view_page_size}"
+        )
+    if block_tables.ndim == 3:
+        raise NotImplementedError("takes tables of all heads, [B, P], with a view of pages with tokens before heads")
+    if kv.k_scale is not None and kv.k_scale.ndim == 3:
+        raise NotImplementedError("takes scales per head or channel with tokens before heads, got a scale per token")
 
 
 def require_16_bit_latents(cache: PagedLatent) -> None:

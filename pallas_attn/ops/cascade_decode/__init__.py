@@ -139,6 +139,9 @@ def cascade_decode(
         real = real_queries(q_lens, kv_lens, queries)
         active = (kv_lens > 0) & (real > 0)
         table, shared = _shared_part(block_tables, jnp.where(active, jnp.maximum(kv_lens - real, 0), -1), given, ps)
+        if (entries := kv.plan_page_size // ps) > 1:
+            # The tables of a view have an entry per token. The rest of a table starts with a page of a plan, too.
+            shared = shared // entries * entries
         out_shared, lse_shared = paged_prefill(
             q.reshape(batch * queries, *q.shape[2:]),
             kv,

@@ -53,6 +53,10 @@ class PagedDecodeCall(PagedAttentionCall, DecodeCall):
         return self.q.shape[2]
 
     @property
+    def plan_page_size(self) -> int:
+        return self.kv.plan_page_size
+
+    @property
     def queries(self) -> Float[Array, "B Q Hq D"]:
         """q, or q · `q_scale` in float32 if the call has a `q_scale`."""
         return self.q if self.q_scale is None else self.q.astype(jnp.float32) * self.q_scale[..., None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile
 from pallas_attn.mosaic.primitives import basics, unsupported
@@ -34,11 +34,10 @@ def operands(
     packed = (
         [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in query_parts]
     )
-    rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
     inputs = DecodeInputs(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
-        k=kv.k.reshape(rows),
-        v=kv.values[0].reshape(rows),
+        k=pool_rows(kv.k, tile),
+        v=pool_rows(kv.values[0], tile),
         rope=None,
         k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
@@ -69,10 +68,13 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
       limit: maximum number of columns of a tile. The columns are query rows of one KV head.
     """
     basics.require_capability(architecture)
-    unsupported.require_apart(call.kv)
+    if architecture == (9, 0):
+        unsupported.require_layout(call.kv, call.head_dim, call.block_tables)
+    else:
+        unsupported.require_own_layout(call.kv)
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
     unsupported.require_head_dim(call.head_dim, _head_dims(architecture, call.kv.k.dtype.itemsize))
-    unsupported.require_page_size(call.page_size)
+    unsupported.require_page_size(call.plan_page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
             f"takes {limit // 2} to {limit} query heads at once that divide a group; {call.group} have no such divisor"
@@ -99,8 +101,15 @@ def config_key(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
         columns=columns,
         terms=2 if scales is not None and scales.ndim == 2 else 1,
         out_bytes=call.output_dtype.itemsize,
-        page_size=call.page_size,
+        page_size=call.plan_page_size,
     )
+
+
+def pool_rows(pages: Num[Array, "N Hkv ps columns"], tile: DecodeTile) -> Num[Array, "..."]:
+    """Return an array of a cache in the shape of `DecodeInputs.k`, without a copy."""
+    if tile.tokens_first:
+        return pages.reshape(-1, pages.shape[1], pages.shape[3])  # [T, Hkv, columns], pages of one token
+    return pages.reshape(-1, tile.rows(tile.page_size), pages.shape[3] * tile.tokens_per_row)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

@@ -41,7 +41,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
     tile = DecodeTile(
         packing=packing,
         tokens=settings.tile_tokens,
-        page_size=call.page_size,
+        page_size=call.plan_page_size,
         key_dims=(call.head_dim,),
         has_values=True,
         query_parts=len(query_parts),
@@ -52,6 +52,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         cache_dtype=cache_dtype,
         out_dtype=call.output_dtype,
         products=WgmmaProducts(),
+        tokens_first=call.kv.view_page_size is not None,
+        first_value_column=call.kv.values[1],
     )
     inputs, static = operands(call, plan, tile, settings.stages, query_parts, query_scale)
     return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")

@@ -52,7 +52,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
     _, num_queries, q_heads, head_dim = call.q.shape
     (v, first_column), value_dim = call.kv.values, call.value_dim
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
-    table_pages = call.block_tables.shape[-1]
+    table_entries, table_pages = call.block_tables.shape[-1], call.plan_key.table_pages
     rows, blocks = call.group * num_queries, -(-call.group * num_queries // tile.rows)
     window, groups = call.window, caches.scale_groups(call.kv)
     by_token, q_dtype = isinstance(groups, int), tl.bfloat16 if call.q.dtype == jnp.bfloat16 else tl.float16
@@ -62,7 +62,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         *(call.block_tables, call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
         *(call.draft_mask, call.sinks, *plans.plan_arrays(plan)),
-        *(table_pages, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
+        *(table_entries, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
         outputs=[
             jax.ShapeDtypeStruct((*call.q.shape[:3], value_dim), call.output_dtype) if call.out is None else call.out,
             jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32),
@@ -82,6 +82,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
             "K_WIDTH": tiles.power_of_two(head_dim),
             "V_WIDTH": tiles.power_of_two(value_dim),
             "PAGE": page_size,
+            "PLAN_PAGE": call.plan_page_size,
             "TOKENS": tile.tokens,
             "SCALE": call.scale,
             "CAP": call.soft_cap,
@@ -126,7 +127,7 @@ def _attend(
     v_ptr,  # [pool rows, PAGE, V_STRIDE], values from column V_FIRST; may be the same array
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
     v_scale_ptr,
-    tables_ptr,  # [B, table_pages] or [B, KV_HEADS, table_pages]
+    tables_ptr,  # [B, table_entries] or [B, KV_HEADS, table_entries]
     kv_lens_ptr,  # [B]
     q_lens_ptr,  # [B] or None
     window_ptr,  # [KV_HEADS] or None
@@ -141,7 +142,7 @@ def _attend(
     cta_row_ptr,  # [programs + 1] each
     cta_page_ptr,
     cta_split_ptr,
-    table_pages,
+    table_entries,
     num_rows,
     out_ptr,  # [B, QUERIES, Q_HEADS, DV]
     lse_ptr,  # [B, QUERIES, Q_HEADS]
@@ -159,7 +160,8 @@ def _attend(
     ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens per page of the pool
+    PLAN_PAGE: tl.constexpr,  # tokens per page of the plan, PAGE or, for pages of one token, a multiple
     TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
@@ -224,13 +226,15 @@ def _attend(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, V_WIDTH], tl.float32)  # [query_rows, value columns]
-        for start in range(page * PAGE, stop * PAGE, TOKENS):
+        for start in range(page * PLAN_PAGE, stop * PLAN_PAGE, TOKENS):
             n = start + tl.arange(0, TOKENS)
-            entry, token = nth_visible_token(n, sink_pages, first_page, PAGE)
-            seen = (n < stop * PAGE) & (token < kv_len) & (entry < table_pages)
+            entry, token = nth_visible_token(n, sink_pages, first_page, PLAN_PAGE)
+            if PLAN_PAGE != PAGE:
+                entry = token // PAGE
+            seen = (n < stop * PLAN_PAGE) & (token < kv_len) & (entry < table_entries)
             if window_ptr is not None or WINDOW is not None:  # window of the first query, which sees the oldest tokens
                 seen = seen & in_window(token, tl.maximum(first, 0), window, sink_tokens)
-            page_id = tl.load(tables_ptr + table_row * table_pages + entry, mask=seen, other=-1)
+            page_id = tl.load(tables_ptr + table_row * table_entries + entry, mask=seen, other=-1)
             row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
             seen = seen & (page_id >= 0) & (row < num_rows)
             visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_attn.mosaic.hopper import prefill as hopper
 from pallas_attn.mosaic.prefill.config import FlashConfig
@@ -71,6 +71,7 @@ from pallas_attn.mosaic.primitives.register_tiles import BY_64
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
 from pallas_attn.mosaic.primitives.tma import (
     LANES,
+    PagesOfHead,
     lane_iota,
     present_pages,
     tma_load_pages,
@@ -104,10 +105,12 @@ class PrefillInputs(NamedTuple):
       q: results of `dequantize.split_queries`, [T, Hq, D] each, padded by `zero_rows_past_end`. With scales per
         channel, there are two float16 arrays, whose sum is the queries times k_scale times a factor. Otherwise there is
         one array.
-      k, v: [N · Hkv, ps, D]; with r = `dequantize.tokens_per_smem_row` > 1 tokens per row [N · Hkv, ps / r, r · D].
+      k, v: [N · Hkv, ps, columns]; with r = `dequantize.tokens_per_smem_row` > 1 tokens per row
+        [N · Hkv, ps / r, r · D]; with `PagedLoader.tokens_first` [tokens of the pool, Hkv, columns]. A key or value has
+        D of the columns.
       k_scale, v_scale: [Hkv] per head; [Hkv, D] per channel, where k_scale is None because q includes it;
         [N · Hkv · g] for g groups of tokens per page; None without scales.
-      block_tables: [S, P] or [S, Hkv, P].
+      block_tables: [S, P] or [S, Hkv, P]; [S, P · ps] with one entry per token with `PagedLoader.tokens_first`.
       blocks, counts: arrays of the `WorkList`.
       window: a `HeadWindow`, or None.
       sinks: [Hq], or None.
@@ -127,6 +130,7 @@ class PrefillInputs(NamedTuple):
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((9, 0))
+    unsupported.require_layout(call.kv, call.head_dim, call.block_tables)
     check_supported(call, (*unsupported.HEAD_DIMS, *SHARED_ROWS))
     settings = config.mosaic_config(config_key(call))
     return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
@@ -137,7 +141,7 @@ def config_key(call: PagedPrefillCall) -> config.PagedPrefillKey:
     scales = dequantize.scale_layout(call.kv)
     return config.PagedPrefillKey(
         call.head_dim,
-        call.page_size,
+        call.kv.plan_page_size,
         call.kv.k.dtype.itemsize,
         token_scales=isinstance(scales, int),
         terms=2 if scales == "channel" else 1,
@@ -165,11 +169,10 @@ def attend(
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     splits, work = list_work(loader, lengths, call.block_tables.shape[-1] * call.page_size, loader.l2_head_group)
-    pool_rows = call.page_size // loader.tokens_per_smem_row, call.head_dim * loader.tokens_per_smem_row
     inputs = PrefillInputs(
         q=tuple(zero_rows_past_end(part[0], tile_rows) for part in parts),
-        k=kv.k.reshape(-1, *pool_rows),
-        v=kv.values[0].reshape(-1, *pool_rows),
+        k=loader.pool_rows(kv.k),
+        v=loader.pool_rows(kv.values[0]),
         k_scale=None if loader.scales == "channel" else _flat(kv.k_scale),
         v_scale=_flat(kv.v_scale),
         block_tables=call.block_tables,
@@ -191,10 +194,9 @@ def check_supported(call: PagedPrefillCall, head_dims: tuple[int, ...] | None = 
     """
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
-    unsupported.require_apart(call.kv)
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
     unsupported.require_head_dim(call.head_dim, head_dims or unsupported.HEAD_DIMS)
-    unsupported.require_page_size(call.page_size)
+    unsupported.require_page_size(call.kv.plan_page_size)
     unsupported.require_soft_cap(call.soft_cap)
 
 
@@ -229,6 +231,9 @@ class PagedLoader(PackedLoader):
       cache_dtype: dtype of keys and values in the cache.
       scales: layout of the scales of the cache, or None.
       tokens_per_smem_row: tokens in one row of the pools.
+      tokens_first: whether the pools have tokens before heads, and block tables have one entry per token. The entry of
+        the first token of a page is then its pool row.
+      first_value_column: column of the pool of values where a value starts; above 0 if keys and values are one array.
     """
 
     num_kv_heads: int
@@ -236,6 +241,8 @@ class PagedLoader(PackedLoader):
     cache_dtype: Any
     scales: ScaleLayout
     tokens_per_smem_row: int
+    tokens_first: bool
+    first_value_column: int
 
     kernel_name = "paged_prefill"
     compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
@@ -257,7 +264,7 @@ class PagedLoader(PackedLoader):
           parts: split-fp16 parts of the queries.
           score_scale: factor of q kᵀ.
         """
-        kv, head_dim, page_size = call.kv, call.head_dim, call.page_size
+        kv, head_dim, page_size = call.kv, call.head_dim, call.kv.plan_page_size
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one page, got {got}")
@@ -291,8 +298,17 @@ class PagedLoader(PackedLoader):
             page_size=page_size,
             cache_dtype=kv.k.dtype,
             scales=scales,
-            tokens_per_smem_row=dequantize.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
+            tokens_per_smem_row=dequantize.tokens_per_smem_row(kv.k.dtype, head_dim),
+            tokens_first=kv.view_page_size is not None,
+            first_value_column=kv.values[1],
         )
+
+    def pool_rows(self, pages: Num[Array, "N Hkv ps columns"]) -> Num[Array, "..."]:
+        """Return an array of a cache in the shape of `PrefillInputs.k`, without a copy."""
+        if self.tokens_first:
+            return pages.reshape(-1, pages.shape[1], pages.shape[3])  # [T, Hkv, columns], pages of one token
+        tokens = self.tokens_per_smem_row
+        return pages.reshape(-1, self.page_size // tokens, pages.shape[3] * tokens)
 
     @property
     def group(self) -> int:
@@ -425,14 +441,14 @@ class PagedTile(NamedTuple):
             def copy(slot: Ref, full: Ref) -> None:
                 self.store_tile_meta(kv_tile + i, i, pages)
                 self.signal_tile_meta(kv_tile + i)
-                self.copy_pages(self.x.k, i, pages, slot, full, self.tokens_from(i))
+                self.copy_pages(self.keys, i, pages, slot, full, self.tokens_from(i))
 
             producer.load_keys(kv_tile + i, copy)
 
         def values(i: Any, pages: jax.Array) -> None:
             producer.load_values(
                 kv_tile + i,
-                functools.partial(self.copy_pages, self.x.v, i, pages, needed=self.tokens_from(i)),
+                functools.partial(self.copy_pages, self.values, i, pages, needed=self.tokens_from(i)),
                 whole=self.is_whole(i, pages),
                 live_mask=functools.partial(self.live_mask, i, pages),
             )
@@ -455,7 +471,7 @@ class PagedTile(NamedTuple):
         self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
     ) -> None:
         """Copy keys and values of an int8 or fp8 cache to staging buffers, and write them as float16 to the rings."""
-        x, staged = self.x, dequantizer.staged
+        staged = dequantizer.staged
 
         def load(i: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             (pages, following), after = located, self.locate(i + 2)
@@ -466,7 +482,9 @@ class PagedTile(NamedTuple):
                 store_meta = functools.partial(self.store_meta, dequantizer, kv_tile, i + 1, following, scales)
                 dequantizer.dequantize_keys(kv_tile + i + 1, store_meta)
 
-            pl.when(i + 2 < self.kv_tiles)(lambda: self.copy_pages(x.k, i + 2, after, staged.k, staged.full.at[0]))
+            pl.when(i + 2 < self.kv_tiles)(
+                lambda: self.copy_pages(self.keys, i + 2, after, staged.k, staged.full.at[0])
+            )
 
             @pl.when(i >= 0)
             def _values() -> None:
@@ -474,12 +492,12 @@ class PagedTile(NamedTuple):
                 dequantizer.dequantize_values(kv_tile + i, self.is_whole(i, pages), live_mask)
 
             in_middle = (i >= 0) & (i + 1 < self.kv_tiles)
-            pl.when(in_middle)(lambda: self.copy_pages(x.v, i + 1, following, staged.v, staged.full.at[1]))
+            pl.when(in_middle)(lambda: self.copy_pages(self.values, i + 1, following, staged.v, staged.full.at[1]))
             load_later_queries(i)
             return following, after
 
         first = self.locate(jnp.int32(0))
-        for i, (pool, slot) in enumerate(((x.k, staged.k), (x.v, staged.v))):
+        for i, (pool, slot) in enumerate(((self.keys, staged.k), (self.values, staged.v))):
             self.copy_pages(pool, jnp.int32(0), first, slot, staged.full.at[i])
         lax.fori_loop(-1, self.kv_tiles, load, (first, first))
 
@@ -493,7 +511,7 @@ class PagedTile(NamedTuple):
         def copy(place: Any, pages: jax.Array, piece: int, slot: Ref, full: Ref) -> None:
             """Start the copy of a piece of the tile at `place`. `pages` is the result of `locate` for this tile."""
             i = order.tile(place)
-            for pool, is_here in ((self.x.k, order.has_keys(place)), (self.x.v, order.has_values(place))):
+            for pool, is_here in ((self.keys, order.has_keys(place)), (self.values, order.has_values(place))):
                 pl.when(is_here)(lambda pool=pool: self.copy_piece(pool, i, pages, piece, slot, full))
 
         def convert(place: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -567,7 +585,11 @@ class PagedTile(NamedTuple):
     def look_up(self, position: jax.Array, layout: RowLayout) -> tuple[jax.Array, jax.Array]:
         """Return the pool rows of the pages that contain positions [n], and whether these pages are present."""
         tables, pool_rows, loader = self.x.block_tables, self.x.k.shape[0], self.loader
-        entry = jnp.minimum(lax.div(position, jnp.int32(loader.page_size)), tables.shape[-1] - 1)
+        pages = tables.shape[-1] // (loader.page_size if loader.tokens_first else 1)
+        entry = jnp.minimum(lax.div(position, jnp.int32(loader.page_size)), pages - 1)
+        if loader.tokens_first:
+            row = layout.take(tables, self.block.sequence * tables.shape[-1] + entry * loader.page_size)
+            return row, basics.in_pool(row, pool_rows)
         if len(tables.shape) == 3:
             of_head = self.block.sequence * loader.num_kv_heads + self.kv_head
             row = layout.take(tables, of_head * tables.shape[-1] + entry)
@@ -579,11 +601,21 @@ class PagedTile(NamedTuple):
         """Return the number of tokens of the sequence from the start of the i-th tile."""
         return self.block.end_key - self.first_position(i)
 
-    def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, full: Ref, needed: Any = None) -> None:
+    @property
+    def keys(self) -> PagesOfHead:
+        """The keys of the KV head."""
+        return PagesOfHead(self.x.k, self.kv_head if self.loader.tokens_first else None)
+
+    @property
+    def values(self) -> PagesOfHead:
+        """The values of the KV head."""
+        return self.keys._replace(pages=self.x.v, first_column=self.loader.first_value_column)
+
+    def copy_pages(self, pool: PagesOfHead, i: Any, pages: jax.Array, slot: Ref, full: Ref, needed: Any = None) -> None:
         """Start the copies of the i-th tile from the pool of keys or values; see `tma_load_pages`.
 
         Args:
-          pool: keys or values in global memory.
+          pool: `keys` or `values`.
           i: index of the tile in this work tile.
           pages: result of `locate`.
           slot: destination in shared memory.
@@ -596,7 +628,7 @@ class PagedTile(NamedTuple):
             first = pl.multiple_of(first, self.part_tokens // self.loader.tokens_per_smem_row)
         tma_load_pages(pool, pages, first, slot, full, self.static.copies, needed)
 
-    def copy_piece(self, pool: Ref, i: Any, pages: jax.Array, piece: int, slot: Ref, full: Ref) -> None:
+    def copy_piece(self, pool: PagesOfHead, i: Any, pages: jax.Array, piece: int, slot: Ref, full: Ref) -> None:
         """Start the copy of a piece of the i-th tile to a slot of `StagedPieces`. `pages` is from `locate`."""
         first = lax.rem(self.first_position(i) + piece * PIECE_TOKENS, jnp.int32(self.loader.page_size))
         tma_load_pages(pool, pages, pl.multiple_of(first, PIECE_TOKENS), slot, full, 1, lane=piece)

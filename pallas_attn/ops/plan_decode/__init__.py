@@ -114,6 +114,7 @@ def plan_decode(
         call.validate()
 
         def follow(name: str, found: Any) -> tuple[str, str, int | None]:
+            dispatch.refuse_unmeasured(call, name, implementation)
             module = found.load()
             wanted = module.num_programs(call) if hasattr(module, "num_programs") else None
             return name, module.__name__.rpartition(".")[2], wanted
@@ -168,7 +169,7 @@ def planned[Call: (PagedDecodeCall, MlaDecodeCall)](
         call.kv_lens,
         call.q_lens,
         call.window,
-        sharing=sharing_of("balanced", call.page_size),
+        sharing=sharing_of("balanced", call.plan_page_size),
         num_programs=num_programs,
         made_for=call.plan_key,
         implementation=implementation,

@@ -169,7 +169,10 @@ def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Imp
     if kv.k.dtype not in checks.PLAIN or dispatch.candidates("paged_prefill", implementation)[0] != "mosaic":
         return None
     try:
-        return paged_prefill(q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options)
+        with dispatch.one_of("paged_prefill", implementation):
+            return paged_prefill(
+                q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options
+            )
     except NotImplementedError:  # the device has no Mosaic kernels, or they do not support the call
         return None
 

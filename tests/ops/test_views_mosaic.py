@@ -1,0 +1,87 @@
+"""Kernels for Hopper over views of other layouts: which implementation runs, and the pages of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import (
+    explain,
+    paged_decode,
+    paged_prefill,
+    plan_decode,
+    ragged_paged_attention,
+    token_tables,
+    view_fused,
+    view_nhd,
+)
+from pallas_attn.ops.paged_decode import mosaic_sm90 as decode_kernel
+from pallas_attn.ops.paged_prefill import mosaic_sm90 as prefill_kernel
+from tests.contract.backends import MOSAIC
+
+HKV, D, PAGES, PS = 2, 64, 6, 192
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(capsys: pytest.CaptureFixture[str]) -> Any:
+    with MOSAIC.running(capsys):
+        yield
+
+
+def arguments(kind: str) -> dict[str, Any]:
+    """Return arguments of `paged_decode`."""
+    pages = jnp.asarray(np.random.default_rng(0).standard_normal((PAGES, PS, HKV, 2 * D)), jnp.bfloat16)
+    kv = view_fused(pages, HKV) if kind == "fused" else view_nhd(pages[..., :D], pages[..., D:])
+    tables = token_tables(jnp.array([[3, 1], [0, 5]], jnp.int32), page_size=PS)
+    lens = jnp.array([PS + 40, 9], jnp.int32)
+    return {"q": jnp.ones((2, 1, 4, D), jnp.bfloat16), "kv": kv, "block_tables": tables, "kv_lens": lens}
+
+
+@pytest.mark.parametrize("kind", ["separate", "fused"])
+def test_kernels_run_only_if_they_are_named(kind: str) -> None:
+    """The kernels have not run on a GPU over these layouts. `explain`, plans and calls without a name choose others."""
+    decode = arguments(kind)
+    prefill = decode | {"q": decode["q"][:, 0], "cu_q_lens": jnp.arange(3, dtype=jnp.int32)}
+    for op, call in (("paged_decode", decode), ("paged_prefill", prefill)):
+        explained = explain(op, **call)
+        assert explained.chosen not in (None, "mosaic")
+        assert "needs implementation='mosaic': not run on a GPU" in explained.refused["mosaic"]
+        assert explain(op, **call, implementation="mosaic").chosen == "mosaic"
+    plan = plan_decode(decode["q"], decode["kv"], decode["block_tables"], decode["kv_lens"])
+    assert not plan.implementation.startswith("mosaic")
+    with (
+        mock.patch.object(decode_kernel, "paged_decode", side_effect=AssertionError),
+        mock.patch.object(prefill_kernel, "paged_prefill", side_effect=AssertionError),
+    ):
+        paged_decode(**decode, plan=plan)
+        paged_prefill(**prefill)
+        paged_decode(**decode, implementation=["mosaic", "xla"])
+        mixed = prefill["q"], None, None, *(prefill[name] for name in ("kv", "kv_lens", "block_tables", "cu_q_lens"))
+        ragged_paged_attention(*mixed, update_kv_cache=False)
+
+
+@pytest.mark.parametrize(("page_size", "of_plan"), [(192, 64), (96, 32), (48, 16), (24, 1)])
+def test_pages_of_plans(page_size: int, of_plan: int) -> None:
+    pages = jnp.ones((4, page_size, HKV, D), jnp.bfloat16)
+    kv, tables = view_nhd(pages, pages), token_tables(jnp.zeros((2, 3), jnp.int32), page_size=page_size)
+    plan = plan_decode(jnp.ones((2, 1, 4, D), jnp.bfloat16), kv, tables, jnp.array([9, 70], jnp.int32))
+    assert (plan.made_for.page_size, plan.made_for.table_pages) == (of_plan, 3 * page_size // of_plan)
+    np.testing.assert_array_equal(
+        np.sort(plan.num_pages), np.sort(np.repeat([-(-9 // of_plan), -(-70 // of_plan)], HKV))
+    )
+
+
+def test_ragged_paged_attention_writes_and_reads_a_view() -> None:
+    call = arguments("separate")
+    q, new = call["q"][:, 0], jnp.ones((2, HKV, D), jnp.bfloat16)
+    mixed = q, new, new, call["kv"], call["kv_lens"], call["block_tables"], jnp.arange(3, dtype=jnp.int32)
+    with mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as runs:
+        out, kv = ragged_paged_attention(*mixed, implementation="mosaic")
+    assert runs.called
+    want, expected = ragged_paged_attention(*mixed, implementation="xla")
+    np.testing.assert_array_equal(kv.k, expected.k)
+    np.testing.assert_allclose(out.astype(np.float32), want.astype(np.float32), atol=2e-2)
