@@ -61,8 +61,8 @@ class Runner:
     pages.
 
     Attributes:
-      prefers_compiled: whether a step uses the smallest compiled bucket that holds it, instead of the smallest bucket.
-        `Warmup` sets it while buckets are compiled in the background.
+      background: compiler of buckets in the background, or None. `Warmup` sets it. While it is not None, a step uses
+        the smallest compiled bucket that holds it, instead of the smallest bucket.
       compile_s: seconds of all compilations, except in the background.
     """
 
@@ -97,7 +97,7 @@ class Runner:
         self._skips_layers = model.has_readers and not needs_hidden and not config.batch_invariant
         self._layered: LayeredStep | None = None
         self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
-        self.prefers_compiled = False
+        self.background: BackgroundCompiler | None = None
         self._num_steps = 0
         self.compile_s = 0.0
         self._caches: Caches = ()
@@ -291,15 +291,18 @@ class Runner:
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
             if num_drafts <= bucket.num_drafts and not bucket.cascade
         ]
-        if self.prefers_compiled:
+        if self.background is not None:
+            smallest = holding[0]
             holding = [bucket for bucket in holding if bucket in self._programs.forward] or holding
+            if holding[0] != smallest:
+                self.background.count_miss(smallest)
         return holding[0]
 
     def _usable(self, all_logits: bool, prompt_logprobs: bool) -> list[Bucket]:
-        """Return the buckets among which `bucket_of` chooses. With `prefers_compiled`, the buckets that compute hidden
+        """Return the buckets among which `bucket_of` chooses. With `background`, the buckets that compute hidden
         states of prompt tokens also serve steps that do not need them."""
         buckets = self.buckets(all_logits, prompt_logprobs)
-        return buckets if not self.prefers_compiled else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
+        return buckets if self.background is None else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
 
     def compile(self, buckets: Sequence[Bucket], on_compiled: OnCompiled | None = None) -> None:
         """Compile the buckets that are not compiled yet.
@@ -343,10 +346,10 @@ class Runner:
         self._programs.forward[bucket] = forward
 
     def prompt_sizes(self, all_logits: bool = False) -> tuple[int, ...]:
-        """Return the numbers of prompt tokens to which steps are padded, ascending. With `prefers_compiled`, numbers
+        """Return the numbers of prompt tokens to which steps are padded, ascending. With `background`, numbers
         below the largest are returned only if all their buckets are compiled."""
         sizes, compiled = self._config.prefill_buckets, self._programs.forward
-        if not self.prefers_compiled:
+        if self.background is None:
             return sizes
         missing = {bucket.prefill_tokens for bucket in self.buckets(all_logits) if bucket not in compiled}
         return (*(size for size in sizes[:-1] if size not in missing), sizes[-1])
@@ -453,8 +456,10 @@ class Runner:
         bucket, shared_pages = self.bucket_of(plans, all_logits), list[int]()
         if self._cascade is not None:
             cascade, counted = self._cascade.choose(bucket, plans)
-            if not self.prefers_compiled or cascade in self._programs.forward:
+            if self.background is None or cascade in self._programs.forward:
                 bucket, shared_pages = cascade, counted
+            else:
+                self.background.count_miss(cascade)
         copy, last = None, range(0)
         if on_layer is None:
             self.compile([bucket])

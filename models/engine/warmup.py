@@ -64,8 +64,7 @@ class Warmup:
         elif not self.num_pending:
             runner.compile(runner.covering_buckets(all_logits), on_compiled)
             if (thread := runner.start_compiling(buckets)) is not None:
-                self._thread = thread
-                runner.prefers_compiled = True
+                self._thread = runner.background = thread
                 weakref.finalize(self, thread.stop)
             self.is_compiling = self.num_pending > 0
         self._set_padded_sizes()
@@ -94,8 +93,7 @@ class Warmup:
         self._runner.add_compiled(*found)
         self._thread.taken()
         if self._thread.is_complete:
-            self._thread = None
-            self._runner.prefers_compiled = False
+            self._thread = self._runner.background = None
         return True
 
     def finish(self) -> None:

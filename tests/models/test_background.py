@@ -141,6 +141,14 @@ def test_step_uses_the_smallest_compiled_bucket(gate: Gate) -> None:
         assert scheduler._padded_sizes == sizes
 
 
+def test_bucket_that_most_steps_would_use_is_compiled_next(gate: Gate) -> None:
+    engine = Engine(model(), CONFIG)
+    engine.warmup(wait=False)  # the thread has begun to compile the first of `OTHERS`
+    tokens(engine, [[*range(1, 21)]])
+    gate.let(engine, 4)
+    assert [*engine._runner._programs.forward] == [*COVERING, *(OTHERS[i] for i in (0, 2, 1, 3))]
+
+
 def test_step_takes_what_is_compiled(gate: Gate) -> None:
     engine = Engine(model(), CONFIG)
     engine.warmup(wait=False)

@@ -1,6 +1,7 @@
 """Compilation of step programs in a thread, while the engine runs steps with the programs that are compiled already.
 
-The thread compiles one bucket (padded shape of a step) after the other. The engine's thread, which runs steps, takes
+The thread compiles one bucket (padded shape of a step) after the other, next the one that most steps would have used.
+The engine's thread, which runs steps, takes
 compiled buckets with `next_compiled` and `taken`. XLA compiles without Python's global lock. Tracing and lowering hold
 the lock, so a step that runs at the same time may wait for it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,11 +38,13 @@ class BackgroundCompiler:
 
         Args:
           programs: compiler of the programs. The thread stores programs in `programs.shared`, not `programs.forward`.
-          buckets: the buckets in the order of their compilation, each with the split of its steps.
+          buckets: the buckets, each with the split of its steps. Buckets that equally many steps would have used are
+            compiled in this order.
           state: shapes of the runner's arrays, from `StepCompiler.shapes`.
         """
         self._programs, self._buckets, self._state = programs, dict(buckets), state
         self._compiled: deque[tuple[Bucket, Any]] = deque()
+        self._misses: Counter[Bucket] = Counter()
         self._num_taken = self.num_errors = 0
         self._is_stopping = threading.Event()
         device = jax.config.jax_default_device  # a setting of a `with` block applies to one thread
@@ -60,6 +63,10 @@ class BackgroundCompiler:
     def is_complete(self) -> bool:
         """Whether all buckets have been compiled and taken."""
         return self._num_taken == len(self._buckets)
+
+    def count_miss(self, bucket: Bucket) -> None:
+        """Count a step that would have used the bucket, and uses a larger one."""
+        self._misses[bucket] += 1
 
     def next_compiled(self) -> tuple[Bucket, Any] | None:
         """Return the next compiled bucket and its forward program; None if there is none yet."""
@@ -80,9 +87,10 @@ class BackgroundCompiler:
 
     def _run(self, device: Any) -> None:
         with jax.default_device(device):
-            for bucket, split in self._buckets.items():
-                if self._is_stopping.is_set() or not threading.main_thread().is_alive():
-                    return
+            pending = dict(self._buckets)
+            while pending and not self._is_stopping.is_set() and threading.main_thread().is_alive():
+                bucket = max(pending, key=self._misses.__getitem__)  # of equals the first
+                split = pending.pop(bucket)
                 try:
                     compiled = self._programs.compile({bucket: split}, self._state)
                 except Exception as error:  # steps continue with the other programs
