@@ -15,7 +15,7 @@ def test_operations_match_dispatch() -> None:
     assert tuple(startup.calls()) == startup.OPS
 
 
-@pytest.mark.slow  # starts three processes; `make test` tests only the committed report
+@pytest.mark.slow  # starts three processes
 def test_each_mode_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
