@@ -7,12 +7,14 @@ makes constants. jax-triton compiles a kernel when the program is lowered, not w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.interpreters import partial_eval  # JAX has no public name for the rules of dead-code elimination
 
 from pallas_attn.triton import launch
 
@@ -31,13 +33,15 @@ def caller(
       options: constants of the kernel, and further arguments of `triton_call`.
 
     Raises:
-      NotImplementedError: jax-triton cannot be imported, or JAX's CUDA plugin is not installed.
+      NotImplementedError: jax-triton cannot be imported or does not support the installed version of jax, or JAX's CUDA
+        plugin is not installed.
     """
     launch.call_encoder()
     try:
         import jax_triton  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise NotImplementedError(f"PALLAS_ATTN_JAX_TRITON=1 needs jax-triton: {error}") from error
+    _check_versions(jax_triton)
     parameters = [name for name in function.arg_names if name not in options]
     operand_names, output_names = parameters[: len(operands)], parameters[len(operands) :]
 
@@ -61,6 +65,25 @@ def caller(
         return [lax.bitcast_convert_type(x, output.dtype) for x, output in zip(written, outputs, strict=True)]
 
     return call
+
+
+def _check_versions(jax_triton: Any) -> None:
+    """Raise NotImplementedError if jax cannot call jax-triton's rule for dead-code elimination.
+
+    Otherwise jax would raise a TypeError when it lowers the program. jax 0.12 passes three arguments to the rule, and
+    jax-triton 0.4.1 accepts two.
+    """
+    if jax.__version_info__ < (0, 12):
+        return
+    rule = partial_eval.dce_rules[jax_triton.triton_lib.triton_kernel_call_p]
+    try:
+        inspect.signature(rule).bind("used_outputs", "live_inputs", "equation")
+    except TypeError as error:
+        raise NotImplementedError(
+            f"PALLAS_ATTN_JAX_TRITON=1: jax-triton {jax_triton.__version__} does not support jax {jax.__version__}: its"
+            f" rule for dead-code elimination does not accept jax's three arguments ({error}); use jax 0.11, or unset"
+            " the variable"
+        ) from error
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ def launch(
     Raises:
       ValueError: PALLAS_ATTN_JAX_TRITON is neither 0 nor 1.
       NotImplementedError: the current device does not run Triton kernels, JAX's CUDA plugin is not installed, or
-        PALLAS_ATTN_JAX_TRITON is 1 and jax-triton cannot be imported.
+        PALLAS_ATTN_JAX_TRITON is 1 and jax-triton cannot be imported or does not support the installed jax.
     """
     card = device.triton_card()
     if kernel_shapes.skips_bodies():

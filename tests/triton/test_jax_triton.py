@@ -8,14 +8,17 @@ import json
 import os
 import subprocess
 import sys
+import types
 from importlib import metadata
 from typing import Any
 from unittest import mock
 
 import jax
 import pytest
+from jax._src.interpreters import partial_eval
 
 from pallas_attn.runtime import device
+from pallas_attn.runtime.dispatch import BrokenImplementationError
 from pallas_attn.triton import launch
 from tests.aot.environment import ROOT
 from tests.aot.triton_cases import CARDS, TRITON_CASES
@@ -82,9 +85,44 @@ def test_missing_jax_triton_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(device, "triton_card", lambda **_: CARDS["sm90"])
     monkeypatch.setattr(launch, "call_encoder", lambda: None)
-    case = TRITON_CASES["plan-decode-1"]
     with pytest.raises(NotImplementedError, match="PALLAS_ATTN_JAX_TRITON=1 needs jax-triton"):
-        jax.eval_shape(lambda arguments: case.function(**arguments), dict(case.arguments))
+        trace_case()
+
+
+def two_arguments(used_outs: Any, eqn: Any) -> Any: ...
+def three_arguments(used_outs: Any, live_ins: Any, eqn: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("version", "rule", "error"),
+    [
+        ((0, 12, 0), two_arguments, NotImplementedError("jax-triton 0.4.1 does not support jax")),
+        ((0, 12, 0), three_arguments, BrokenImplementationError("TypeError: another error")),
+        ((0, 11, 2), two_arguments, BrokenImplementationError("TypeError: another error")),
+    ],
+)
+def test_jax_that_jax_triton_does_not_support(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], rule: Any, error: Exception
+) -> None:
+    def triton_call(**_: Any) -> Any:
+        raise TypeError("another error")
+
+    library = types.SimpleNamespace(triton_kernel_call_p=object())
+    package = types.SimpleNamespace(triton_lib=library, triton_call=triton_call, __version__="0.4.1")
+    monkeypatch.setitem(sys.modules, "jax_triton", package)
+    monkeypatch.setitem(partial_eval.dce_rules, library.triton_kernel_call_p, rule)
+    monkeypatch.setenv(device.JAX_TRITON_VARIABLE, "1")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(device, "triton_card", lambda **_: CARDS["sm90"])
+    monkeypatch.setattr(launch, "call_encoder", lambda: None)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    with pytest.raises(type(error), match=str(error)):
+        trace_case()
+
+
+def trace_case() -> None:
+    case = TRITON_CASES["plan-decode-1"]
+    jax.eval_shape(lambda arguments: case.function(**arguments), dict(case.arguments))
 
 
 # --- code of the process that lowers
@@ -123,7 +161,6 @@ def mend_jax_triton() -> None:
     """Replace jax-triton's rule for dead-code elimination if it lacks the argument that jax 0.12 added."""
     if jax.__version_info__ < (0, 12):
         return
-    from jax._src.interpreters import partial_eval
     from jax_triton import triton_lib  # pyrefly: ignore[missing-import]
 
     rules, primitive = partial_eval.dce_rules, triton_lib.triton_kernel_call_p
