@@ -261,15 +261,29 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
 
 
 def _api_keys(path: Path | None) -> list[str]:
-    """Return the keys of --api-key-file and of the environment variable."""
+    """Return the keys of --api-key-file and of the environment variable.
+
+    Raises:
+      UsageError: the file cannot be read, or a key has characters that clients cannot send in the same form.
+    """
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    _check_keys(KEYS_VARIABLE, keys)
     if path is not None:
         with as_usage_error(OSError, UnicodeDecodeError, prefix=f"--api-key-file: cannot read {path}: "):
-            keys += path.read_text("ascii").splitlines()
+            of_file = path.read_text("ascii").splitlines()
+        _check_keys(f"--api-key-file: {path}", of_file)
+        keys += of_file
     keys = [key.strip() for key in keys if key.strip()]
     if path is not None and not keys:
         raise UsageError(f"--api-key-file: {path} has no key")
     return keys
+
+
+def _check_keys(name: str, keys: Sequence[str]) -> None:
+    """Raise UsageError if a key is not printable ASCII. HTTP has no encoding of other characters in headers."""
+    for i, key in enumerate(keys, 1):
+        if not (key.isascii() and key.strip().isprintable()):
+            raise UsageError(f"{name}: expected keys of printable ASCII characters, key {i} has others")
 
 
 def _parser(prog: str) -> Parser:

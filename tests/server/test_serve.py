@@ -88,6 +88,24 @@ def test_keys_of_file_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         serve.parse_options(["m", "--api-key-file", str(tmp_path / "keys")])
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a\tb"])
+def test_keys_that_headers_cannot_have(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"c\n{key}\n", "utf-8")
+    monkeypatch.setenv("PALLAS_ATTN_API_KEY", f"c,{key}")
+    assert serve.main(["m"]) == 2
+    monkeypatch.delenv("PALLAS_ATTN_API_KEY")
+    assert serve.main(["m", "--api-key-file", str(path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    reason = "expected keys of printable ASCII characters, key 2 has others"
+    assert first == f"pallas-attn serve: error: PALLAS_ATTN_API_KEY: {reason}"
+    reason = f"{path}: {reason}" if key.isascii() else f"cannot read {path}: "
+    assert second.startswith(f"pallas-attn serve: error: --api-key-file: {reason}")
+    assert key not in first + second
+
+
 def test_names_of_the_header_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[Any]()
     monkeypatch.setattr(serve, "ServerOptions", lambda **options: given.append(options["allowed_hosts"]))
