@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pallas_attn.models.checkpoints import Tokenizer
+from pallas_attn.models.checkpoints.detokenizer import token_bytes
 from pallas_attn.models.llm import SamplingParams, StructuredOutputs
 from pallas_attn.models.server import protocol
 from pallas_attn.models.server.messages import Prompt
@@ -101,7 +103,8 @@ class Preparer:
         # Parsers need the special tokens, and remove them.
         prompt = self._prompt(request, ids, structured, logprobs=logprobs, skip_special_tokens=not is_parsed)
         model = self._model(request)
-        return ChatReply(request, [prompt], model, parsers, is_function_forced=function is not None)
+        token_bytes = {} if logprobs is None else self._token_bytes
+        return ChatReply(request, [prompt], model, parsers, token_bytes, is_function_forced=function is not None)
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
         """Return the response of /tokenize."""
@@ -229,6 +232,17 @@ class Preparer:
             return text, tokenizer.encode(text, add_special_tokens=False)
 
     def _decode(self, ids: Sequence[int]) -> str:
+    @functools.cached_property
+    def _token_bytes(self) -> Mapping[int, bytes]:
+        """Bytes of each token by id, before spaces are cleaned up. Empty if they depend on other tokens, as with
+        WordPiece."""
+        with self._tokenizer("logprobs") as tokenizer:
+            pieces = dataclasses.replace(tokenizer.pieces, clean_up=())
+        try:
+            return token_bytes(pieces)
+        except NotImplementedError:
+            return {}
+
         with self._tokenizer("tokens") as tokenizer:
             return tokenizer.decode(ids, skip_special_tokens=False)
 

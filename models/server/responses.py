@@ -10,6 +10,7 @@ import operator
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -213,6 +214,8 @@ class ChatReply(Reply):
     Args:
       request, prompts, model: as in `Reply`.
       parsers: function that returns new parsers for an output: reasoning, then tool calls.
+      token_bytes: bytes of each token by id; needed with `logprobs`. For other tokens, the UTF-8 encoding of their text
+        is shown.
       is_function_forced: whether `tool_choice` names a function. Then calls do not change the finish reason.
     """
 
@@ -224,11 +227,13 @@ class ChatReply(Reply):
         prompts: Sequence[Prompt],
         model: str,
         parsers: Callable[[], tuple[ReasoningParser, ToolCallParser]],
+        token_bytes: Mapping[int, bytes] = MappingProxyType({}),
         *,
         is_function_forced: bool = False,
     ):
         super().__init__(request, prompts, model)
         self._chat, self._make_parsers, self._is_function_forced = request, parsers, is_function_forced
+        self._token_bytes = token_bytes
         self._parsers: dict[int, tuple[ReasoningParser, ToolCallParser]] = {}
         self._called: set[int] = set()  # outputs with tool calls
 
@@ -277,11 +282,17 @@ class ChatReply(Reply):
         most = self._chat.top_logprobs or 0
         return [
             {
-                **_logprob(table[token]),
-                "top_logprobs": [_logprob(entry) for entry in table.values() if entry.rank <= most],
+                **self._logprob(token, table[token]),
+                "top_logprobs": [self._logprob(other, entry) for other, entry in table.items() if entry.rank <= most],
             }
             for token, table in zip(delta.token_ids, delta.logprobs or (), strict=True)
         ]
+
+    def _logprob(self, token: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token
+        # A token with a part of a character has the text U+FFFD.
+        content = self._token_bytes.get(token, text.encode())
+        return {"token": text, "logprob": _finite(entry.logprob), "bytes": [*content]}
 
     def _whole(self, choice: dict[str, Any]) -> dict[str, Any]:
         message = choice.pop("delta")
@@ -295,11 +306,6 @@ class ChatReply(Reply):
                     calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
             message["tool_calls"] = calls
         return {**choice, "message": message}
-
-
-def _logprob(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": [*text.encode()]}
 
 
 def _finite(logprob: float) -> float:

@@ -111,12 +111,24 @@ def test_logprobs(client: openai.OpenAI, expected: list[Generation]) -> None:
     assert output.logprobs is not None
     for entry, token, table in zip(content, output.token_ids, output.logprobs, strict=True):
         assert (entry.token, entry.logprob) == (table[token].decoded_token, pytest.approx(table[token].logprob))
-        assert entry.bytes == [*entry.token.encode()]
+        if token < 256:  # the tokens of single bytes
+            assert entry.bytes == [token]
         likeliest = [other.decoded_token for other in table.values() if other.rank <= 2]
         assert sorted(top.token for top in entry.top_logprobs) == sorted(likeliest)
     streamed = deltas(client, logprobs=True, top_logprobs=2)[0]["logprobs"]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
     assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_bytes_of_tokens_that_are_parts_of_a_character(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "extra_body": {"guided_regex": "\u00e9"}}
+    (choice,) = chat(client, **fields).choices
+    assert choice.message.content == "\u00e9"
+    first, second = choice.logprobs.content[:2]
+    assert (first.token, first.bytes, second.token, second.bytes) == ("\ufffd", [0xC3], "\ufffd", [0xA9])
+    fragments = [top.bytes for top in (*first.top_logprobs, *second.top_logprobs) if top.token == "\ufffd"]
+    assert fragments
+    assert all(len(content) == 1 and content[0] >= 0x80 for content in fragments)
 
 
 def test_json_schema(client: openai.OpenAI) -> None:
