@@ -112,6 +112,7 @@ class Preparer:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError("prompt, messages: expected one of them", param="prompt")
         if request.prompt is None:
+            protocol.check_tools(request.tools or [], self._limits)
             _, ids = self._rendered(request, request.tools)
         else:
             with self._tokenizer("prompt") as tokenizer:

@@ -1,7 +1,8 @@
 """Requests of the API: their fields, formats of the output, tools and messages.
 
 Fields of OpenAI have OpenAI's meaning, other fields have vLLM's. A field with the value null counts as not given.
-Fields that are neither here nor in `IGNORED` are refused.
+Fields that are neither here nor in `IGNORED` are refused, also fields of nested objects. Exceptions are messages,
+documents and chat_template_kwargs, because the chat template gets all their fields.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +48,16 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Known fields that are not supported: the values that are accepted, and the reason."""
 
+_STREAM_OPTIONS: Mapping[str, tuple[tuple[bool, ...], str]] = {
+    "include_usage": ((False, True), ""),
+    "include_obfuscation": ((False,), "the server sends no padding"),
+    "continuous_usage_stats": ((False,), "the last event has the numbers of tokens"),
+}
+"""Entries of `stream_options`: the values that are accepted, and the reason."""
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "return", "response")
+"""Fields of functions in `tools`. Chat templates use "return" and "response", which OpenAI does not have."""
+
 _FUNCTION = re.compile(r"[\w.-]{1,64}")
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "chat_template")
 
@@ -61,7 +72,7 @@ class GenerationRequest(Body, kw_only=True):
     """Fields of both kinds of generation. Fields with the name of a field of `SamplingParams` set it."""
 
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
+    stream_options: dict[str, bool | None] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -94,6 +105,12 @@ class GenerationRequest(Body, kw_only=True):
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options: expected stream to be true", param="stream_options")
+        _check_fields("stream_options", self.stream_options or {}, _STREAM_OPTIONS)
+        for name, value in (self.stream_options or {}).items():
+            accepted, reason = _STREAM_OPTIONS.get(name, ((), ""))
+            if value is not None and value not in accepted:
+                param = f"stream_options.{name}"
+                raise ApiError(f"{param}: not supported: {reason}", param=param, code="unsupported_parameter")
 
     @property
     def includes_usage(self) -> bool:
@@ -187,6 +204,14 @@ def parse[Kind: Body](body: bytes, kind: type[Kind], limits: ServerLimits) -> Ki
         raise ApiError(f"{param or 'request'}: {error}", param=param) from error
 
 
+def _check_fields(name: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ApiError if an object in the field `name` has an unknown field whose value is not null."""
+    for field, value in given.items():
+        if value is not None and field not in known:
+            shown = f"{name}.{field:.100}"
+            raise ApiError(f"unrecognized request argument: {shown!r}", param=shown, code="unknown_parameter")
+
+
 def _check_depth(value: Any, limit: int) -> None:
     """Raise ApiError if arrays and objects of a decoded JSON value are nested deeper than the limit."""
     level = [value]
@@ -245,12 +270,16 @@ def structured_outputs(request: GenerationRequest, limits: ServerLimits) -> Stru
 
 def _response_schema(given: Mapping[str, Any] | None) -> Any:
     """Return the JSON schema of response_format; None for text."""
+    name = "response_format"
     match given:
-        case None | {"type": "text"}:
+        case None:
             return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+        case {"type": "text" | "json_object" as kind}:
+            _check_fields(name, given, ("type",))
+            return None if kind == "text" else {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as described}:
+            _check_fields(name, given, ("type", "json_schema"))
+            _check_fields(f"{name}.json_schema", described, ("name", "description", "schema", "strict"))
             return schema
     raise ApiError(
         "response_format: expected the type text, json_object, or json_schema with json_schema.schema",
@@ -275,6 +304,28 @@ class ToolChoice:
     schema: Any = None
 
 
+def check_tools(tools: Sequence[Mapping[str, Any]], limits: ServerLimits) -> dict[str, Any]:
+    """Return the JSON schema of the arguments of each function, by name.
+
+    Raises:
+      ApiError: a tool is not valid.
+    """
+    check_entries("tools", tools, limits.max_stops)
+    _check_bytes("tools", tools, limits)
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)} as function} if _FUNCTION.fullmatch(name):
+                _check_fields(f"tools[{i}]", tool, ("type", "function"))
+                _check_fields(f"tools[{i}].function", function, _FUNCTION_FIELDS)
+                schemas[name] = function.get("parameters") or {"type": "object"}
+            case _:
+                raise ApiError(
+                    f'tools: expected {{"type": "function", "function": {{"name": ...}}}} as entry {i}', param="tools"
+                )
+    return schemas
+
+
 def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
     """Check the tools of a request and the choice between them.
 
@@ -282,17 +333,7 @@ def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
       ApiError: a tool or the choice is not valid.
     """
     tools, choice = request.tools or [], request.tool_choice
-    check_entries("tools", tools, limits.max_stops)
-    _check_bytes("tools", tools, limits)
-    schemas: dict[str, Any] = {}
-    for i, tool in enumerate(tools):
-        match tool:
-            case {"type": "function", "function": {"name": str(name), **function}} if _FUNCTION.fullmatch(name):
-                schemas[name] = function.get("parameters") or {"type": "object"}
-            case _:
-                raise ApiError(
-                    f'tools: expected {{"type": "function", "function": {{"name": ...}}}} as entry {i}', param="tools"
-                )
+    schemas = check_tools(tools, limits)
     match choice:
         case "none":
             return ToolChoice([])
@@ -313,7 +354,9 @@ def tool_choice(request: ChatRequest, limits: ServerLimits) -> ToolChoice:
             most = {} if request.parallel_tool_calls else {"maxItems": 1}
             array = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
             return ToolChoice(tools, True, None, array)
-        case {"type": "function", "function": {"name": name}} if name in schemas:
+        case {"type": "function", "function": {"name": name} as function} if name in schemas:
+            _check_fields("tool_choice", choice, ("type", "function"))
+            _check_fields("tool_choice.function", function, ("name",))
             return ToolChoice(tools, True, name, schemas[name])
     raise ApiError("tool_choice: expected none, auto, required with tools, or a function of tools", param="tool_choice")
 

@@ -16,6 +16,7 @@ import pytest
 from tests.server.server_case import Running, request, serving
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
 LIMITS = {
     "max_body_bytes": 20_000,
     "max_json_depth": 12,
@@ -72,14 +73,60 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no allowed tokens": ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
     "logprobs": ({"logprobs": True, "top_logprobs": 21}, "logprobs", "max_logprobs"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    "unknown stream option": (
+        {"stream_options": {"include_usag": True}, "stream": True},
+        "stream_options.include_usag",
+        "unrecognized",
+    ),
+    "stream option": (
+        {"stream_options": {"continuous_usage_stats": True}, "stream": True},
+        "stream_options.continuous_usage_stats",
+        "not supported: the last event",
+    ),
     "stream_options": ({"stream_options": {}}, "stream_options", "stream"),
     "response_format": ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    "format field": (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        "response_format.schema",
+        "unrecognized",
+    ),
+    "text field": ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema", "unrecog"),
+    "schema format field": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
+        "response_format.strict",
+        "unrecognized",
+    ),
+    "schema field": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stict": True}}},
+        "response_format.json_schema.stict",
+        "unrecognized",
+    ),
     "schema": ({"guided_json": {"type": "nope"}}, "structured_outputs", "json"),
     "regex": ({"guided_regex": "("}, "structured_outputs", "regex"),
     "large schema": ({"guided_json": {"enum": ["a" * 400]}}, "guided_json", "at most 300 bytes"),
     "two formats": ({"guided_regex": "a", "guided_json": {}}, "guided_json", "one format"),
     "structured": ({"structured_outputs": {"xml": 1}}, "structured_outputs", "expected json"),
     "tools": ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools", "entry 0"),
+    "tool field": (
+        {"tools": [{"type": "function", "function": {"name": "f"}, "strict": True}]},
+        "tools[0].strict",
+        "unrecognized",
+    ),
+    "function field": (
+        {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+        "tools[0].function.paramters",
+        "unrecognized",
+    ),
+    "tool_choice field": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}, "name": "f"}},
+        "tool_choice.name",
+        "unrecognized",
+    ),
+    "chosen function field": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "strict": True}}},
+        "tool_choice.function.strict",
+        "unrecognized",
+    ),
     "tool_choice": ({"tool_choice": "required"}, "tool_choice", "required with tools"),
     "template variables": ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "not tools"),
     "no messages": ({"messages": []}, "messages", "at least one"),
@@ -99,9 +146,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_parameters(server: Running, name: str) -> None:
     fields, param, message = REFUSED[name]
-    for stream in (False, True)[: 1 if name == "stream_options" else 2]:
+    for stream in (False, True)[: 1 if "stream_options" in fields else 2]:
         with server.client() as client:
-            response = client.post("/v1/chat/completions", json={**CHAT, **fields, "stream": stream})
+            response = client.post("/v1/chat/completions", json={**CHAT, "stream": stream, **fields})
         error = response.json()["error"]
         assert response.status_code == (404 if name == "model" else 400)
         assert message in error["message"]
@@ -145,6 +192,27 @@ def test_accepted_fields_without_effect(server: Running) -> None:
     fields = {"user": "u", "metadata": {}, "store": False, "service_tier": "auto", "best_of": 1, "stop": None}
     with server.client() as client:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields}).status_code == 200
+
+
+def test_accepted_fields_of_nested_objects(server: Running) -> None:
+    schema = {"name": "a", "description": "b", "schema": {"const": 1}, "strict": True}
+    function = {"name": "f", "return": "b", "strict": False}
+    bodies: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False, "x": None}},
+    ]
+    with server.client() as client:
+        for fields in bodies:
+            response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2, **fields})
+            assert response.status_code == 200, response.text
+        tools = [{"type": "function", "function": {"name": "f"}, "x": 1}]
+        response = client.post("/tokenize", json={**CHAT, "tools": tools})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools[0].x")
 
 
 @pytest.mark.parametrize(
