@@ -390,7 +390,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds in which running requests may end after SIGTERM (default: %(default)g)",
+        help="seconds in which earlier requests may end after SIGTERM (default: %(default)g)",
     )
     group.add_argument(
         "--text-workers",

@@ -19,7 +19,7 @@ import hashlib
 import hmac
 import ipaddress
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Api:
 
     Attributes:
       is_stopping: whether new requests are refused because the server stops.
+      num_preparing: number of requests before `EngineClient.add`: their body is read, or a worker prepares them.
 
     Args:
       engine: the engine.
@@ -83,11 +84,11 @@ class Api:
         metrics: Metrics,
     ):
         self.is_stopping = False
+        self.num_preparing = 0
         self.engine, self.metrics, self.limits = engine, metrics, options.limits
         self._preparer, self._workers, self._options = preparer, workers, options
         self._hosts = None if options.allowed_hosts is None else {name.lower() for name in options.allowed_hosts}
         self._keys = [key.encode() for key in options.api_keys]
-        self._preparing = 0  # requests before `EngineThread.add`
         self._started = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -145,7 +146,7 @@ class Api:
 
     async def _generate(self, prepare: Callable[[bytes], Reply], request: Request) -> Response:
         arrived_s = time.perf_counter()
-        reply = await self._prepared(prepare, request)
+        reply = await self._prepared(prepare, request, arrived_s)
         salt = ":".join(filter(None, (request.state.salt, reply.request.cache_salt)))
         served = ServedRequest(reply.prompts, salt, arrived_s, is_streamed=reply.request.stream)
         self.metrics.prompt_tokens.inc(reply.usage["prompt_tokens"])
@@ -174,25 +175,21 @@ class Api:
             raise ApiError("the engine has failed", 503, code="engine_failed")
         if not self.engine.is_ready:
             raise ApiError("the engine is not ready", 503, code="not_ready")
-        total = self.engine.num_unfinished + self._preparing
-        if total >= self.limits.max_requests or self.engine.num_waiting + self._preparing >= self.limits.max_waiting:
+        total = self.engine.num_unfinished + self.num_preparing
+        if total >= self.limits.max_requests or self.engine.num_waiting + self.num_preparing >= self.limits.max_waiting:
             raise ApiError("too many requests; try again later", 429, code="overloaded")
 
-    async def _prepared[Result](self, prepare: Callable[[bytes], Result], request: Request) -> Result:
-        """Read the body, and prepare the request in a worker thread."""
+    async def _prepared[Result](self, prepare: Callable[[bytes], Result], request: Request, arrived_s: float) -> Result:
+        """Read the body, and prepare the request in a worker thread. `arrived_s` is the time of arrival."""
         self._check_capacity()
-        self._preparing += 1
+        self.num_preparing += 1
         try:
-            body = await self._body(request)
-            task = asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
-
-            async def finished() -> Result:
-                async with _deadline(self.limits.request_s, time.perf_counter()):
-                    return await task
-
-            return await _unless_disconnected(request.receive, finished())
+            async with _deadline(self.limits.request_s, arrived_s):
+                body = await self._body(request)
+                task = asyncio.get_running_loop().run_in_executor(self._workers, prepare, body)
+                return await _unless_disconnected(request.receive, task)
         finally:
-            self._preparing -= 1
+            self.num_preparing -= 1
 
     async def _body(self, request: Request) -> bytes:
         """Read the body of a request.
@@ -224,7 +221,7 @@ class Api:
     # --- other routes
 
     async def _convert(self, convert: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
-        return _json(await self._prepared(convert, request))
+        return _json(await self._prepared(convert, request, time.perf_counter()))
 
     def _model_object(self, name: str) -> dict[str, Any]:
         return {
@@ -363,8 +360,8 @@ async def _deadline(seconds: float, since: float) -> Any:
         raise ApiError("the request takes too long", 504, code="timeout") from error
 
 
-async def _unless_disconnected[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await a coroutine. Cancel it and raise _ClientGone if the client disconnects."""
+async def _unless_disconnected[Result](receive: Receive, work: Awaitable[Result]) -> Result:
+    """Await a coroutine or a future. Cancel it and raise _ClientGone if the client disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -415,5 +412,5 @@ def _on_error(request: Request, error: Exception) -> Response:
         case _:
             known = ApiError("internal error", 500)
     headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}
-    closing = {"Connection": "close"} if known.status in (408, 413) else {}
+    closing = {"Connection": "close"} if known.status in (408, 413, 504) else {}  # the body may not have arrived
     return _json(known.content, known.status, headers.get(known.status, {}) | closing)

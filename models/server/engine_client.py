@@ -148,6 +148,7 @@ class EngineClient:
         self._limits, self._metrics, self._on_stop = limits, metrics, on_stop
         self._ids = itertools.count()
         self._requests: dict[int, ServedRequest] = {}  # unfinished, by id
+        self._refusal: ApiError | None = None  # error of all further requests
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self, end: socket.socket) -> None:
@@ -196,7 +197,13 @@ class EngineClient:
         return sum(not request.has_started for request in self._requests.values())
 
     def add(self, request: ServedRequest) -> None:
-        """Start a request. Raises ApiError if messages cannot represent it."""
+        """Start a request.
+
+        Raises:
+          ApiError: messages cannot represent the request, or `abort_all` was called, or the engine has ended.
+        """
+        if self._refusal is not None:
+            raise ApiError(*self._refusal.fields)
         request_id = next(self._ids)
         try:
             self._send(Add(request_id, [*request.prompts], request.salt))
@@ -214,7 +221,8 @@ class EngineClient:
             self._end(request, error)
 
     def abort_all(self, error: ApiError) -> None:
-        """End all requests with an error."""
+        """End all requests with an error, and refuse further requests with it."""
+        self._refusal = self._refusal or error
         for request in [*self._requests.values()]:
             self.abort(request, error)
 
@@ -259,6 +267,7 @@ class EngineClient:
     def _end_all(self, failure: str | None) -> None:
         """End all requests, because the engine has ended."""
         self.failure = failure
+        self._refusal = error = ApiError(failure or "the server stops", 500 if failure else 503)
         for request in [*self._requests.values()]:
-            self._end(request, ApiError(failure or "the server stops", 500 if failure else 503))
+            self._end(request, error)
         self.ended.set()

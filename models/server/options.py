@@ -52,7 +52,7 @@ class ServerOptions:
       api_keys: accepted API keys; empty if requests need no key.
       allowed_origins: origins of web pages that may read responses.
       allowed_hosts: accepted names of the header Host, besides localhost and IP addresses; None for any.
-      grace_s: seconds after `Server.stop` in which running requests may end.
+      grace_s: seconds after `Server.stop` in which earlier requests may end.
       defaults: sampling parameters of the model, by name, which replace OpenAI's defaults.
       access_log: whether a line is logged for each request.
       tokenizer: folder of the tokenizer; None for a model without tokenizer.

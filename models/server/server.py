@@ -21,6 +21,8 @@ from pallas_attn.models.server.prepare import Preparer
 
 LOGGER = logging.getLogger("pallas_attn.server")
 
+_CLOSE_S = 5  # seconds in which responses must be sent after the grace time
+
 
 class Server:
     """An HTTP server of an engine. `run` serves until `stop` is called.
@@ -43,8 +45,8 @@ class Server:
     async def run(self, listener: socket.socket) -> str | None:
         """Serve on a bound socket until `stop`, or until the engine has failed.
 
-        After `stop`, new requests get the status 503, and running requests may end within the grace time. Then they are
-        aborted. A second call of `stop` ends the grace time.
+        After `stop`, new requests get the status 503. Earlier requests, which are running or being prepared, may end
+        within the grace time. Then they are aborted. A second call of `stop` ends the grace time.
 
         Args:
           listener: the socket.
@@ -66,7 +68,7 @@ class Server:
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=limits.keep_alive_s,  # pyrefly: ignore[bad-argument-type]
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=_CLOSE_S,
             )
             http = _Http(config)
             serving = asyncio.create_task(http.serve([listener]))
@@ -75,7 +77,7 @@ class Server:
             api.is_stopping = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._options.grace_s):
-                    while engine.num_unfinished and self._stops < 2:
+                    while engine.is_alive and (api.num_preparing or engine.num_unfinished) and self._stops < 2:
                         await asyncio.sleep(0.02)
             engine.abort_all(ApiError("the server stops", 503, code="stopping"))
             http.should_exit = True

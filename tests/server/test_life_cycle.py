@@ -19,6 +19,7 @@ from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
 from pallas_attn.models.engine.step.compiler import StepCompiler
 from pallas_attn.models.llm import LLM
 from pallas_attn.models.llm.token_filters import GrammarFilter
+from pallas_attn.models.server import server as server_module
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.options import ServerLimits, ServerOptions
@@ -208,6 +209,31 @@ def test_time_of_a_request(folder: Path, llm: LLM, steps: Steps) -> None:
         assert last["error"]["code"] == "timeout"
         steps.delay_s = 0.0
         server.wait_until_idle()
+
+
+def test_time_of_a_request_includes_the_time_of_its_body(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, slow_s = Tokenizer.encode, 1.0
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(slow_s)
+        return encode(*arguments, **options)
+
+    data = request(json.dumps({**LONG, "max_tokens": 1}).encode(), "Connection: close")
+    with serving(folder, {"request_s": 1.5}, llm=llm) as server, server.connect() as raw, server.connect() as silent:
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        for one in (raw, silent):
+            one.sendall(data[:-4])
+        time.sleep(1.0)
+        raw.sendall(data[-4:])  # body and preparation take less than the limit alone, but not together
+        for one in (raw, silent):
+            answer = b""
+            while part := one.recv(2**16):
+                answer += part
+            assert b" 504 " in answer
+        slow_s = 0.0
+        assert complete(server, max_tokens=1).status_code == 200
 
 
 # --- API keys
@@ -441,3 +467,47 @@ def test_second_stop_ends_the_grace_time(folder: Path, llm: LLM, steps: Steps) -
         server.server.stop()
         server.server.stop()
         assert running.join() == [503]
+def test_stop_gives_the_grace_time_to_requests_that_are_prepared(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(server_module, "_CLOSE_S", 1)
+    with serving(folder, llm=llm, grace_s=60.0) as server:
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        prepared = Background(server, 1, max_tokens=2)
+        assert entered.wait(20)
+        server.server.stop()
+        time.sleep(2.0)  # longer than the server waits for responses after the grace time
+        assert not server.result
+        go_on.set()
+        assert prepared.join() == [200]
+        wait_for(lambda: server.result)
+
+
+def test_request_that_is_prepared_after_the_grace_time_is_refused(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return encode(*arguments, **options)
+
+    with serving(folder, llm=llm, grace_s=0.1) as server:
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        prepared = Background(server, 1, max_tokens=2)
+        assert entered.wait(20)
+        server.server.stop()
+        time.sleep(0.5)
+        go_on.set()
+        assert prepared.join() == [503]
+        assert prepared.responses[0].json()["error"]["code"] == "stopping"
+
+
