@@ -1,7 +1,8 @@
-"""Tokenizer and chat template of one model, run in a separate process with limited time and memory.
+"""Tokenizer, chat template and grammars of one model, run in a separate process with limited time and memory.
 
-Both are untrusted input. A template may loop or allocate terabytes in ways that jinja2's sandbox does not prevent, and
-the tokenizers library panics or aborts on some files. In a separate process these failures only end the process.
+They are untrusted input. A template may loop or allocate terabytes in ways that jinja2's sandbox does not prevent, and
+the tokenizers library panics or aborts on some files. llguidance needs minutes for some grammars, and overflows the
+stack for others. In a separate process these failures only end the process.
 `checkpoints.tokenizer` is the client. A request is one line of JSON, [function, arguments...]; the response is [true,
 result] or [false, reason]. This module must not import jax or the project, because these imports take seconds.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import resource
 import sys
+import threading
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -27,6 +29,9 @@ from tokenizers import decoders, pre_tokenizers
 
 LARGEST_TEXT = 2**26
 """Maximum number of characters that a template may render."""
+
+GRAMMAR_STACK = 2**23
+"""Stack of the thread that compiles a grammar, in bytes."""
 
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,6 +53,7 @@ class Text:
     templates: dict[str, jinja2.Template]
     special_tokens: dict[str, str]
     clean_up: bool
+    vocabulary: Any
 
     def __init__(self) -> None:
         self.templates = {}
@@ -142,6 +148,41 @@ class Text:
             "decoder": None if decoder is None else json.loads(decoder.__getstate__()),
             "clean_up": CLEAN_UP if self.clean_up else (),
         }
+
+    def load_vocabulary(self, tokens: list[str], special: list[int], ends: list[int]) -> None:
+        """Prepare the vocabulary of a model for `check_grammar`.
+
+        Args:
+          tokens: bytes of each token, decoded as latin-1.
+          special: ids of special tokens.
+          ends: ids of end-of-sequence tokens.
+        """
+        import llguidance  # imported here, because most processes check no grammars
+
+        values = [token.encode("latin-1") for token in tokens]
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(values, special, ends[0]))
+        self.vocabulary = llguidance.LLTokenizer(wrapped, n_vocab=len(values), eos_token=ends, slices=[])
+
+    def check_grammar(self, grammar: str) -> None:
+        """Compile a grammar of llguidance, without a result. Errors of the grammar are ignored."""
+        import llguidance
+
+        threading.stack_size(GRAMMAR_STACK)
+        thread = threading.Thread(target=llguidance.LLMatcher, args=(self.vocabulary, grammar), kwargs={"log_level": 0})
+        thread.start()
+        thread.join()
+
+
+class _Vocabulary:
+    """Tokens for llguidance. It calls the object to encode texts that a grammar forces; no text has tokens here."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int):
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
 
 
 def new_tokens(

@@ -32,6 +32,9 @@ from pallas_attn.models.config.json_files import shown
 SECONDS = 30
 """Maximum processor time of a request. Loading the largest tokenizer or encoding a book takes far less."""
 
+GRAMMAR_SECONDS = 10
+"""Maximum processor time for the compilation of a grammar."""
+
 MEMORY = 2**32
 """Maximum address space of the process in bytes."""
 
@@ -208,10 +211,44 @@ class Tokenizer:
         return self._process.ask(str(self._path), function, *arguments)
 
 
-class _Process:
-    """The `text_process` of one model. If it has ended, for example at a limit, the next call starts it again."""
+class GrammarChecker:
+    """Compiles grammars of llguidance in a separate process, before they are compiled in this process.
 
-    def __init__(self) -> None:
+    The compilation of some grammars takes minutes or overflows the stack, which would end this process.
+
+    Args:
+      tokens: bytes of each token of the model.
+      special: ids of special tokens.
+      ends: ids of end-of-sequence tokens, at least one.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]):
+        self._process = _Process(GRAMMAR_SECONDS)
+        weakref.finalize(self, self._process.end)
+        texts = [token.decode("latin-1") for token in tokens]
+        self._process.ask("structured_outputs", "load_vocabulary", texts, [*special], [*ends])
+
+    def check(self, grammar: str) -> None:
+        """Check the time, the memory and the stack that the compilation of a grammar needs.
+
+        A thread with a stack of `GRAMMAR_STACK` bytes and some more can compile the grammar. The grammar may have
+        errors.
+
+        Raises:
+          TokenizerError: the compilation exceeds a limit.
+        """
+        self._process.ask("structured_outputs: the grammar is too complex", "check_grammar", grammar)
+
+
+class _Process:
+    """The `text_process` of one model. If it has ended, for example at a limit, the next call starts it again.
+
+    Args:
+      seconds: maximum processor time of a request; None for `SECONDS`.
+    """
+
+    def __init__(self, seconds: int | None = None) -> None:
+        self._seconds = SECONDS if seconds is None else seconds
         self._popen = self._start()
         self._lock = threading.Lock()
         self._loading: bytes | None = None  # first request: it loads the tokenizer
@@ -219,7 +256,8 @@ class _Process:
     def _start(self) -> subprocess.Popen[bytes]:
         # Run as a file, because "-m" would import the package and jax. Use a separate process group: Ctrl-C must
         # not end the process while texts remain to be decoded.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("text_process.py")), str(SECONDS), str(MEMORY)]
+        script = str(Path(__file__).with_name("text_process.py"))
+        command = [sys.executable, "-P", script, str(self._seconds), str(MEMORY)]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -243,7 +281,7 @@ class _Process:
             if reply.endswith(b"\n"):
                 reply = self._exchange(request)
             if not reply.endswith(b"\n"):
-                raise TokenizerError(f"{what}: {_why_ended(self._popen.wait())}")
+                raise TokenizerError(f"{what}: {_why_ended(self._popen.wait(), self._seconds)}")
         right, result = json.loads(reply)
         if not right:
             raise TokenizerError(f"{what}: {result}")
@@ -285,11 +323,11 @@ def check_unicode(text: str) -> None:
         raise ValueError(f"expected text in UTF-8, got {text[error.start]!r} at character {error.start}") from error
 
 
-def _why_ended(status: int) -> str:
+def _why_ended(status: int, seconds: int) -> str:
     if status == -signal.SIGXCPU:
-        return f"this takes more than {SECONDS} s"
+        return f"this takes more than {seconds} s"
     ended = signal.Signals(-status).name if status < 0 else f"status {status}"
-    return f"the process for it ended with {ended}, perhaps since {MEMORY >> 20:,} MiB do not suffice"
+    return f"the process for it ended with {ended}, perhaps since its stack or {MEMORY >> 20:,} MiB do not suffice"
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:

@@ -166,24 +166,38 @@ class GrammarTokenizer:
         Raises:
           ValueError: the grammar is not valid. The message is llguidance's.
         """
-        new, grammar = llguidance.LLMatcher, ""
-        name = next(name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None)
-        try:
-            if outputs.json is not None:
-                grammar = new.grammar_from_json_schema(str(outputs.json))
-            elif outputs.regex is not None:
-                grammar = new.grammar_from_regex(outputs.regex)
-            elif outputs.choice is not None:
-                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice)
-                grammar = new.grammar_from_lark(f"start: {texts}")
-            elif outputs.grammar is not None:
-                grammar = llguidance.grammar_from("grammar", outputs.grammar)
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: {name}: {error}") from error
-        matcher = new(self.core, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self.core, grammar_text(outputs), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"structured_outputs: {name}: {matcher.get_error()}")
+            reason = matcher.get_error().partition("\n<backtrace>")[0]  # of a panic
+            raise ValueError(f"structured_outputs: {_kind(outputs)}: {reason}")
         return matcher
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """Return the grammar in a form that llguidance compiles.
+
+    Raises:
+      ValueError: the grammar is not valid. The message is llguidance's.
+    """
+    new, kind = llguidance.LLMatcher, _kind(outputs)
+    try:
+        match kind:
+            case "json":
+                return new.grammar_from_json_schema(str(outputs.json))
+            case "regex":
+                return new.grammar_from_regex(str(outputs.regex))
+            case "choice":
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
+                return new.grammar_from_lark(f"start: {texts}")
+            case _:
+                return llguidance.grammar_from("grammar", str(outputs.grammar))
+    except ValueError as error:
+        raise ValueError(f"structured_outputs: {kind}: {error}") from error
+
+
+def _kind(outputs: StructuredOutputs) -> str:
+    """Return the name of the field that is set."""
+    return next(name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None)
 
 
 class GrammarFilter:

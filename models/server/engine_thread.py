@@ -9,7 +9,8 @@ The thread repeats:
     send(StepResults(deltas))                # one message per step
 
 Threads share Python's global lock, so no other thread of the process works per token. Other threads work per request:
-one reads the socket, and two prepare prompts.
+one reads the socket, two prepare prompts without grammars, and two prepare prompts with grammars, whose compilation can
+take seconds. Before a grammar is compiled, a process with limited time and memory compiles it (`GrammarChecker`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from pallas_attn.models.llm import LLM, PreparedPrompt, Stream
+from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
+from pallas_attn.models.llm import LLM, PreparedPrompt, Stream, StructuredOutputs
+from pallas_attn.models.llm.token_filters import grammar_text
 from pallas_attn.models.server.messages import (
     Abort,
     Add,
@@ -42,7 +45,10 @@ from pallas_attn.models.server.protocol import of_engine
 
 LOGGER = logging.getLogger("pallas_attn.server")
 
-_WORKERS = 2  # threads that prepare prompts
+_WORKERS = 2  # threads that prepare prompts without grammars, and threads that prepare prompts with grammars
+
+_STACK = 2**25
+"""Stack of threads that compile grammars, in bytes. It must be larger than the stack of `GrammarChecker`."""
 
 COMPILED_S = 0.1
 """Seconds after which an engine without requests takes the next program that was compiled in the background."""
@@ -92,6 +98,7 @@ class EngineThread:
     def __init__(self, llm: LLM, end: socket.socket, limits: ServerLimits, at_end: Callable[[], object] = lambda: None):
         self._llm, self._socket, self._limits, self._at_end = llm, EngineSocket(end), limits, at_end
         self._commands: queue.SimpleQueue[OpenRequest | Abort | EngineEnded] = queue.SimpleQueue()
+        self._with_grammars: queue.SimpleQueue[Add | None] = queue.SimpleQueue()  # None to end a thread
         self._lock = threading.Lock()  # of `_preparing`, together with `_commands.put`
         self._preparing: set[int] = set()  # ids
         self._open: dict[int, OpenRequest] = {}  # unfinished, by id
@@ -119,6 +126,10 @@ class EngineThread:
     def _read(self) -> None:
         """Read messages, and let workers prepare the prompts."""
         failure: str | None = "the HTTP server has ended"
+        earlier = threading.stack_size(_STACK)
+        for _ in range(_WORKERS):
+            threading.Thread(target=self._compile, name="engine grammars", daemon=True).start()
+        threading.stack_size(earlier)
         with concurrent.futures.ThreadPoolExecutor(_WORKERS, "engine prompts") as workers:
             try:
                 while (message := self._socket.receive()) is not None:
@@ -126,7 +137,10 @@ class EngineThread:
                         case Add():
                             with self._lock:
                                 self._preparing.add(message.request_id)
-                            workers.submit(self._prepare, message)
+                            if any(prompt.params.structured_outputs for prompt in message.prompts):
+                                self._with_grammars.put(message)
+                            else:
+                                workers.submit(self._prepare, message)
                         case Abort():
                             with self._lock:
                                 self._preparing.discard(message.request_id)
@@ -137,12 +151,36 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001  the engine's thread sends the reason
                 failure = f"{type(error).__name__}: {error}"
             self._commands.put(EngineEnded(failure))
+            for _ in range(_WORKERS):
+                self._with_grammars.put(None)
 
-    def _prepare(self, message: Add) -> None:
-        """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted."""
+    def _compile(self) -> None:
+        """Prepare requests with grammars."""
+        checker: GrammarChecker | None = None
+
+        def check(outputs: StructuredOutputs) -> None:
+            nonlocal checker
+            text = grammar_text(outputs)
+            if checker is None:
+                grammars = self._llm.grammars
+                checker = GrammarChecker(grammars.tokens, grammars.special_token_ids, grammars.eos_token_ids)
+            checker.check(text)
+
+        while (message := self._with_grammars.get()) is not None:
+            self._prepare(message, check)
+
+    def _prepare(self, message: Add, check: Callable[[StructuredOutputs], None] = lambda outputs: None) -> None:
+        """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted. `check`
+        raises ValueError for a grammar that needs too much time or memory."""
+        with self._lock:
+            if message.request_id not in self._preparing:  # aborted while earlier requests were prepared
+                return
         try:
+            for outputs in {prompt.params.structured_outputs for prompt in message.prompts}:
+                if outputs is not None:
+                    check(outputs)
             prompts = [self._llm.prepare(prompt.ids, prompt.params) for prompt in message.prompts]
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust code is a BaseException, but no Exception
             refusal = of_engine(error)
             if refusal.status == 500:
                 LOGGER.exception("preparation of a prompt")

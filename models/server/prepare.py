@@ -1,7 +1,7 @@
 """From request bodies to prompts of the engine: JSON, chat templates, tokenization and texts of grammars.
 
 All methods of `Preparer` run in worker threads. Texts go through `text_process`, which limits time and memory. The
-engine's process compiles grammars; llguidance limits their size.
+engine's process compiles grammars; `GrammarChecker` limits time, memory and stack of the compilation.
 """
 
 from __future__ import annotations
@@ -232,7 +232,6 @@ class Preparer:
             )
             return text, tokenizer.encode(text, add_special_tokens=False)
 
-    def _decode(self, ids: Sequence[int]) -> str:
     @functools.cached_property
     def _token_bytes(self) -> Mapping[int, bytes]:
         """Bytes of each token by id, before spaces are cleaned up. Empty if they depend on other tokens, as with
@@ -244,6 +243,7 @@ class Preparer:
         except NotImplementedError:
             return {}
 
+    def _decode(self, ids: Sequence[int]) -> str:
         with self._tokenizer("tokens") as tokenizer:
             return tokenizer.decode(ids, skip_special_tokens=False)
 

@@ -223,7 +223,7 @@ def _check_depth(value: Any, limit: int) -> None:
     raise ApiError(f"request: expected JSON with at most {limit} nested arrays and objects", code="too_deep")
 
 
-def of_engine(error: Exception) -> ApiError:
+def of_engine(error: BaseException) -> ApiError:
     """Return the error for a request that the engine or the tokenizer refuses with ValueError or NotImplementedError.
     Other exceptions are internal errors."""
     if not isinstance(error, ValueError | NotImplementedError):

@@ -9,7 +9,9 @@ import llguidance
 import numpy as np
 import pytest
 
+from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
+from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
 from pallas_attn.models.engine import FilterCall, StructuredOutputs, TokenFilter
 from pallas_attn.models.engine.token_filter import compute_masks
 from pallas_attn.models.llm import token_filters
@@ -19,6 +21,7 @@ from pallas_attn.models.llm.token_filters import (
     GrammarFilter,
     GrammarTokenizer,
     full_mask,
+    grammar_text,
     token_mask,
 )
 from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, sentencepiece, unigram, words
@@ -190,6 +193,38 @@ def test_tokens_that_depend_on_others_raise(load_layout, layout, message):
 
 
 # --- grammars
+
+
+DEEP = "\n".join(["start: r0", *(f'r{i}: r{i + 1} | "x"' for i in range(20_000)), 'r20000: "a"'])
+"""A grammar whose compilation needs more stack than `GrammarChecker` has."""
+
+SLOW = json.dumps({"patternProperties": {f"^{i:05x}": {} for i in range(4000)}, "type": "object"})
+"""A schema whose compilation takes minutes."""
+
+
+def test_checker_refuses_grammars_that_need_too_much(monkeypatch):
+    monkeypatch.setattr(checkpoints_tokenizer, "GRAMMAR_SECONDS", 2)
+    checker = GrammarChecker([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256])
+    cases = {"SIGSEGV": StructuredOutputs(grammar=DEEP), "this takes more than 2 s": StructuredOutputs(json=SLOW)}
+    for reason, outputs in cases.items():
+        with pytest.raises(ValueError, match=f"structured_outputs: the grammar is too complex: .*{reason}"):
+            checker.check(grammar_text(outputs))
+    for outputs in (StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="("), StructuredOutputs(choice=["a"])):
+        checker.check(grammar_text(outputs))  # an error of the grammar is no reason
+
+
+def test_error_of_a_panic_has_no_backtrace(grammars, monkeypatch):
+    class Panicked:
+        """A matcher whose construction has panicked. llguidance 1.9 catches panics."""
+
+        grammar_from_regex = llguidance.LLMatcher.grammar_from_regex
+
+        def __init__(self, *arguments, **options):
+            self.is_error, self.get_error = lambda: True, lambda: "panic: index\n<backtrace>\n 0: x\n</backtrace>"
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Panicked)
+    with pytest.raises(ValueError, match="structured_outputs: regex: panic: index$"):
+        grammars.matcher(StructuredOutputs(regex="a"))
 
 
 def walk(grammars, outputs, rng, limit=60, filters=None):

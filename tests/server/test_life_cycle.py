@@ -18,7 +18,7 @@ import pytest
 from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
 from pallas_attn.models.engine.step.compiler import StepCompiler
 from pallas_attn.models.llm import LLM
-from pallas_attn.models.llm.token_filters import GrammarFilter
+from pallas_attn.models.llm.token_filters import GrammarFilter, GrammarTokenizer
 from pallas_attn.models.server import server as server_module
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_thread import EngineThread
@@ -370,6 +370,54 @@ def test_filter_that_raises_fails_and_does_not_block_others(server: Running, mon
     server.wait_until_idle()
 
 
+def test_panic_of_a_grammar_fails_its_request_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """pyo3's exception for a panic in Rust."""
+
+    def panic(self: GrammarTokenizer, outputs: Any) -> Any:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(GrammarTokenizer, "matcher", panic)
+    response = complete(server, guided_regex="a*")
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+    assert complete(server, max_tokens=2).status_code == 200
+
+
+def test_grammar_that_overflows_the_stack_fails_its_request(server: Running) -> None:
+    rules = "\n".join(["start: r0", *(f'r{i}: r{i + 1} | "x"' for i in range(5_000)), 'r5000: "a"'])
+    response = complete(server, guided_grammar=rules)
+    message = "structured_outputs: the grammar is too complex: the process for it ended with SIGSEGV"
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+    assert complete(server, guided_regex="a*", max_tokens=2).status_code == 200
+
+
+def test_slow_grammars_delay_no_requests_without_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, go_on, matcher = list[str | None](), threading.Event(), GrammarTokenizer.matcher
+
+    def slow(self: GrammarTokenizer, outputs: Any) -> Any:
+        compiled.append(outputs.regex)
+        assert go_on.wait(60)
+        return matcher(self, outputs)
+
+    monkeypatch.setattr(GrammarTokenizer, "matcher", slow)
+    try:
+        slow_ones = Background(server, 2, guided_regex="a*", max_tokens=2)
+        wait_for(lambda: len(compiled) == 2)
+        with server.client(timeout=0.5) as client, pytest.raises(httpx2.TimeoutException):
+            client.post("/v1/completions", json={**LONG, "guided_regex": "b*"})  # waits for a thread
+        for fields in ({}, {"bad_words": ["x"]}):
+            with server.client(timeout=20.0) as client:
+                body = {**LONG, "max_tokens": 2, **fields}
+                assert client.post("/v1/completions", json=body).status_code == 200
+        assert not slow_ones.responses
+    finally:
+        go_on.set()
+    assert slow_ones.join() == [200, 200]
+    assert complete(server, guided_regex="c*", max_tokens=2).status_code == 200
+    assert compiled == ["a*", "a*", "c*"]  # the grammar of the aborted request is not compiled
+
+
 def test_failed_warmup_ends_the_server(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> float:
         raise MemoryError("no memory")
@@ -459,14 +507,6 @@ def test_stop_ends_requests_within_the_grace_time(folder: Path, llm: LLM, steps:
         assert server.result == [None]
 
 
-def test_second_stop_ends_the_grace_time(folder: Path, llm: LLM, steps: Steps) -> None:
-    with serving(folder, llm=llm, grace_s=60.0) as server:
-        steps.delay_s = 0.2
-        running = Background(server, 1)
-        wait_for(lambda: steps.count >= 2)
-        server.server.stop()
-        server.server.stop()
-        assert running.join() == [503]
 def test_stop_gives_the_grace_time_to_requests_that_are_prepared(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,3 +551,11 @@ def test_request_that_is_prepared_after_the_grace_time_is_refused(
         assert prepared.responses[0].json()["error"]["code"] == "stopping"
 
 
+def test_second_stop_ends_the_grace_time(folder: Path, llm: LLM, steps: Steps) -> None:
+    with serving(folder, llm=llm, grace_s=60.0) as server:
+        steps.delay_s = 0.2
+        running = Background(server, 1)
+        wait_for(lambda: steps.count >= 2)
+        server.server.stop()
+        server.server.stop()
+        assert running.join() == [503]
