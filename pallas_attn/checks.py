@@ -304,9 +304,12 @@ def check_class(name: str, value: Any, wanted: type) -> None:
         raise ValueError(f"{name}: expected a {wanted.__name__}, got {_described(value)}")
 
 
-def check_kv(kv: PagedKV, dims: Dims) -> None:
+def check_kv(kv: PagedKV, dims: Dims, *, mixed_dtypes: bool = False) -> None:
     """Check a K/V cache; bind N, Hkv, ps, D, Dv and the page size of a view. If D or Dv is bound already, the cache
     must have this width.
+
+    Args:
+      mixed_dtypes: whether the dtypes of keys and values may differ.
     """
     check_class("kv", kv, PagedKV)
     if kv.view_page_size is not None:
@@ -315,22 +318,22 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
         _check_fused(kv, dims)
     else:
         dims.check("kv.k", kv.k, "N Hkv ps D", (*PLAIN, *QMAX))
-        dims.check("kv.v", kv.v, "N Hkv ps Dv", (kv.k.dtype,))
-    quantised = jnp.dtype(kv.k.dtype) in QMAX
-    for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
+        dims.check("kv.v", kv.v, "N Hkv ps Dv", (*PLAIN, *QMAX) if mixed_dtypes else (kv.k.dtype,))
+    for name, pages, scale in (("kv.k_scale", kv.k, kv.k_scale), ("kv.v_scale", kv.values[0], kv.v_scale)):
+        quantised = jnp.dtype(pages.dtype) in QMAX
         if scale is None:
             if quantised:
-                raise ValueError(f"{name}: a {kv.k.dtype.name} cache needs scales, got None")
+                raise ValueError(f"{name}: a {pages.dtype.name} cache needs scales, got None")
             continue
         if not quantised:
-            raise ValueError(f"{name}: a {kv.k.dtype.name} cache has no scales, got shape {list(scale.shape)}")
+            raise ValueError(f"{name}: a {pages.dtype.name} cache has no scales, got shape {list(scale.shape)}")
         check_dtype(name, scale, F32)
         _check_scale_shape(name, scale, dims, "Dv" if name == "kv.v_scale" else "D")
-    if not quantised:
+    if kv.k_scale is None or kv.v_scale is None:
         return
-    k_layout, v_layout = ((s.ndim, s.shape[2:]) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
+    k_layout, v_layout = ((s.ndim, s.shape[2:]) for s in (kv.k_scale, kv.v_scale))
     if k_layout != v_layout:
-        k_shape, v_shape = (list(s.shape) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
+        k_shape, v_shape = (list(s.shape) for s in (kv.k_scale, kv.v_scale))
         raise ValueError(
             "kv.v_scale: expected the layout of kv.k_scale (one scale per head, per head and column, or per group of"
             f" tokens), got shape {v_shape} with a kv.k_scale of shape {k_shape}"

@@ -325,7 +325,7 @@ class PagedKV:
       k: keys [N, Hkv, ps, D] in bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2. In a fused cache (`v`
         is None), k contains keys and values, [N, Hkv, ps, 2·W] with W >= D = Dv: columns [:D] are the key, columns
         [W : W + D] are the value, and other columns are neither read nor written.
-      v: values [N, Hkv, ps, Dv] in the dtype of k, or None.
+      v: values [N, Hkv, ps, Dv] in the dtype of k, or None. Only `paged_decode` also supports another dtype.
       k_scale, v_scale: float32 scales of an 8-bit cache, or None. A key or value is the stored number times its scale.
         Shapes: [Hkv], one per head; [Hkv, D] and [Hkv, Dv], one per head and column; or [N, Hkv, g], one per page,
         head and token group, where group j of a page has the page's tokens [j·ps/g, (j+1)·ps/g).

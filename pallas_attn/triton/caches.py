@@ -18,17 +18,18 @@ def require_supported(q: jax.Array, kv: PagedKV) -> None:
     """Raise NotImplementedError if no Triton kernel supports the queries [..., D] with this cache."""
     require_queries(q)
     require_cache_dtype(kv)
-    if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
-        raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
-        )
+    for pages in (kv.k, kv.values[0]):
+        if pages.dtype != q.dtype and pages.dtype not in QMAX:
+            raise NotImplementedError(
+                f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {pages.dtype.name}"
+            )
     require_head_dim(q.shape[-1])
 
 
 def require_cache_dtype(kv: PagedKV) -> None:
     """Raise NotImplementedError for a float8_e5m2 cache."""
-    if kv.k.dtype == jnp.float8_e5m2:
-        raise NotImplementedError(f"takes caches of 8 bits in int8 and float8_e4m3fn, got {kv.k.dtype.name}")
+    if jnp.float8_e5m2 in (kv.k.dtype, kv.values[0].dtype):
+        raise NotImplementedError("takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2")
 
 
 def require_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
@@ -76,6 +77,7 @@ def scale_groups(kv: PagedKV) -> int | str | None:
 
     None: no scales. "head": [Hkv]. "channel": [Hkv, D]. An int g: [N, Hkv, g], one scale per g-th of a page's tokens.
     """
-    if kv.k_scale is None:
+    scale = kv.v_scale if kv.k_scale is None else kv.k_scale  # keys or values alone may have scales
+    if scale is None:
         return None
-    return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])
+    return {1: "head", 2: "channel"}.get(scale.ndim, scale.shape[-1])

@@ -207,9 +207,16 @@ def _cache(
     """Return the shapes of a cache of keys and values.
 
     Args:
-      cache: dtype and scales, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
+      cache: dtype and scales, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page). "int8-16+bf16"
+        has int8 keys and bfloat16 values.
       lanes: number of columns for keys, and for values, if both are in one array; None for separate arrays.
     """
+    keys, _, values = cache.partition("+")
+    if values:
+        of_keys, of_values = (
+            _cache(x, None, num_pages, page_size, num_kv_heads, head_dim, value_dim) for x in (keys, values)
+        )
+        return dataclasses.replace(of_keys, v=of_values.v, v_scale=of_values.v_scale)
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
     spec = kv_cache_spec(
@@ -246,9 +253,8 @@ def paged_decode(
     """Return a case of `paged_decode` with 16 sequences and 8 KV heads.
 
     Args:
-      cache: dtype and scales of the cache, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
+      cache, lanes: see `_cache`.
       group: query heads per KV head.
-      lanes: see `_cache`.
       head_windows: whether each KV head has a window.
       head_wise: whether each KV head has a block table.
       tree: whether the queries form a draft tree (argument `draft_mask`).
@@ -339,6 +345,26 @@ PAGED_DECODE = {
         f"paged-decode-{cache}-d{d}": paged_decode(cache, d, 8) for cache in ("bf16", "fp8-16") for d in (320, 384, 448)
     },
     "paged-decode-bf16-d512-v320": paged_decode(head_dim=512, value_dim=320),
+    # 8-bit keys or values next to 16-bit values or keys.
+    **{
+        f"paged-decode-{cache}-d{d}": paged_decode(cache, d)
+        for cache in ("int8-16+bf16", "bf16+fp8-16")
+        for d in (64, 128, 512)
+    },
+    **{
+        f"paged-decode-{cache}-d{d}-g{group}": paged_decode(cache, d, group)
+        for cache, d, group in (
+            ("bf16+int8-channel", 128, 16),
+            ("bf16+fp8-16", 256, 24),
+            ("int8-channel+bf16", 256, 40),
+        )
+    },
+    **{
+        f"paged-decode-{cache}-d{d}-tree": paged_decode(
+            cache, d, 8, queries=4, tree=True, head_windows=True, head_wise=True, soft_cap=50.0
+        )
+        for cache, d in (("int8-channel+bf16", 128), ("bf16+fp8-16", 256), ("fp8-16+bf16", 512))
+    },
     "paged-decode-bf16-fused": paged_decode(lanes=128, page_size=1),
     "paged-decode-int8-head-d64-fused": paged_decode("int8-head", head_dim=64, lanes=128, page_size=1),
 }
@@ -817,13 +843,15 @@ SPILLS = dict.fromkeys(
         ),
         *(("select-top-k-shared-32", "sm86"), ("select-top-k-shared-32", "sm89")),
         *(("mla-decode-fp8-512-128-h16", "sm80"), ("mla-decode-fp8-512-128-h16", "sm86")),
+        ("paged-decode-fp8-16+bf16-d512-tree", "sm80"),
     ),
     32,
 )
 """Permitted bytes of register spills per thread. The first kernels do not spill with other tiles, but were slower in
 all measurements. The kernels of index_top_k and select_top_k are limited to 128 registers per thread, so that two
 programs fit on a multiprocessor. They do not spill on sm80, sm90 and sm120. mla_decode spills 16 bytes for latents of
-512 and 128 columns in fp8, which no model has.
+512 and 128 columns in fp8, which no model has. paged_decode spills 8 bytes for draft trees over fp8 keys and 16-bit
+values of 512 columns.
 """
 
 IN_EVERY_RUN = frozenset(

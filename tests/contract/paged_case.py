@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_attn import FULL, HeadWindow, PagedKV, kv_cache_spec, to_nhd, token_tables, view_fused, view_nhd
-from pallas_attn.types import ScaleLayout
+from pallas_attn.types import QMAX, ScaleLayout
 from tests.kit import harness
 
 
@@ -30,6 +30,7 @@ class PagedCase:
         tokens: T of a prefill call's queries [T, Hq, D], including padding; None for no padding.
         dtype: dtype of the queries; None for `Backend.dtype`.
         cache_dtype: dtype of the cache; None for the dtype of the queries.
+        value_dtype: dtype of the values if it is not `cache_dtype` (decode only). Arrays of 16 bits have no scales.
         scales: argument `scales` of `kv_cache_spec`.
         value_dim: width of values; None for head_dim.
         tokens_first: whether the cache is a view of pages with tokens before heads, with an entry per token in block
@@ -62,6 +63,7 @@ class PagedCase:
     num_pages: int = 72
     dtype: str | None = "float32"
     cache_dtype: str | None = None
+    value_dtype: str | None = None
     scales: ScaleLayout = None
     window: int | None = None
     head_windows: tuple[tuple[int, int], ...] | None = None
@@ -316,16 +318,20 @@ def _draw_normal(case: PagedCase, rng: np.random.Generator) -> tuple[list[np.nda
         raise ValueError("dtype: expected a backend's own in place of None")
     dtype = np.dtype(case.dtype)
     q = [harness.normal(rng, (n, case.q_heads, case.head_dim), dtype) for n in case.query_lens]
-    spec = kv_cache_spec(
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        dtype=cache_dtype,
-        scales=case.scales,
-        value_dim=case.value_dim,
+    keys, values = (
+        kv_cache_spec(
+            num_pages=case.num_pages,
+            page_size=case.page_size,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            dtype=dtype,
+            scales=case.scales if np.dtype(dtype) in QMAX or case.value_dtype is None else None,
+            value_dim=case.value_dim,
+        ).arrays
+        for dtype in (cache_dtype, case.value_dtype or cache_dtype)
     )
-    return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in spec.arrays.items()}
+    arrays = ((name, (values if name[0] == "v" else keys).get(name)) for name in ("k", "v", "k_scale", "v_scale"))
+    return q, {name: _draw_array(rng, name, array.shape, array.dtype) for name, array in arrays if array is not None}
 
 
 def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -208,51 +208,83 @@ SHARED = VALUES | DRAFT_VALUES | OPTIONS | SHAPES | DTYPES | QUANTISED | WIDTHS 
 
 TREE = replace(DRAFTS, tree=True, head_wise=True, dtype="float16")
 Q_LENS = {2: (0, 1, 2, 1, 2, 0, 2), 3: (0, 1, 2, 3, 0, 3, 1), 8: (0, 1, 7, 8, 2, 5, 0)}
-DECODE = SHARED | {
-    "fp8 queries of heads, sinks": replace(
-        PLAIN, q_scales="head", cache_dtype=FP8, scales="head", sinks="ordinary", dtype="float16"
+MIXED = {
+    "int8 keys per token, 16-bit values, windows": windowed(
+        (9, 17), (FULL, 0), dtype="float16", cache_dtype="int8", value_dtype="float16", scales=PS
     ),
-    "fp8 queries of tokens, tree, cap": replace(
-        DRAFTS,
-        q_scales="token",
-        cache_dtype=FP8,
-        scales=4,
-        q_heads=6,
-        kv_heads=2,
-        head_windows=((9, 1), (FULL, 0)),
-        sinks=None,
-        tree=True,
-        soft_cap=20.0,
+    "fp8 values in 4 groups, 16-bit keys, head-wise": replace(
+        PLAIN, dtype="bfloat16", value_dtype=FP8, scales=4, head_wise=True
     ),
-    "fp8 queries of tokens, head-wise, over fp8 per channel": replace(
-        PLAIN, q_scales="token", cache_dtype=FP8, scales="channel", head_wise=True
+    "int8 values per token, 16-bit keys, soft cap": replace(
+        PLAIN, dtype="float16", value_dtype="int8", scales=PS, soft_cap=5.0
     ),
-    "one scale of e5m2 queries, drafts": replace(
-        DRAFTS, one_q_scale=5e-5, cache_dtype=E5M2, scales="head", soft_cap=9.0
+    "int8 keys per head, 16-bit values, drafts": replace(
+        DRAFTS, dtype="float16", cache_dtype="int8", value_dtype="float16", scales="head"
     ),
-    "draft trees over any head's rows": TREE,
-    "draft trees that start tiles": replace(TREE, kv_lens=(0, 67, 64, 66, 65)),
-    "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),
-    "draft trees alone": replace(TREE, kv_lens=(0, 4, 1, 3, 4)),
-    **{
-        f"tree of {q}, {name}": replace(
-            PLAIN,
-            kv_lens=(0, 1, 9, 16, 37, 65, 128),
-            queries=q,
-            q_lens=lens,
-            tree=True,
-            head_windows=windows,
-            sinks=sinks,
-        )
-        for q, lens in Q_LENS.items()
-        for name, windows, sinks in (("full", None, None), ("windowed", ((3, 0), (12, 2)), "mixed"))
-    },
-    "width 512, a tree over windows": replace(TREE, head_dim=512, head_windows=((3, 0), (18, 2)), q_heads=6),
-    "8 queries each, no q_lens": replace(PLAIN, kv_lens=(8, 16, 65), q_lens=None, queries=8),
-    "drafts in blocks, pages of 32": replace(
-        PLAIN, kv_lens=(3, 129, 64), q_lens=(5, 3, 2), queries=5, q_heads=12, kv_heads=1, page_size=32, num_pages=14
+    "fp8 values per head, 16-bit keys": replace(PLAIN, dtype="float16", value_dtype=FP8, scales="head"),
+    "fp8 keys per channel, 16-bit values": replace(
+        PLAIN, dtype="float16", cache_dtype=FP8, value_dtype="float16", scales="channel"
     ),
+    "int8 values per channel, 16-bit keys": replace(PLAIN, dtype="float16", value_dtype="int8", scales="channel"),
+    "int8 keys, fp8 values": replace(PLAIN, dtype="float16", cache_dtype="int8", value_dtype=FP8, scales=PS),
+    "fp8 queries and keys, 16-bit values": replace(
+        PLAIN, dtype="float16", q_scales="token", cache_dtype=FP8, value_dtype="float16", scales=PS
+    ),
+    "bfloat16 keys, float16 values": replace(PLAIN, dtype="bfloat16", value_dtype="float16"),
+    "int8 keys, float32 values": replace(PLAIN, dtype="float32", cache_dtype="int8", value_dtype="float32", scales=4),
+    "int8 keys, e5m2 values": replace(PLAIN, dtype="float16", cache_dtype="int8", value_dtype=E5M2, scales="head"),
 }
+"""Keys and values of different dtypes, which only `paged_decode` supports."""
+
+DECODE = (
+    SHARED
+    | MIXED
+    | {
+        "fp8 queries of heads, sinks": replace(
+            PLAIN, q_scales="head", cache_dtype=FP8, scales="head", sinks="ordinary", dtype="float16"
+        ),
+        "fp8 queries of tokens, tree, cap": replace(
+            DRAFTS,
+            q_scales="token",
+            cache_dtype=FP8,
+            scales=4,
+            q_heads=6,
+            kv_heads=2,
+            head_windows=((9, 1), (FULL, 0)),
+            sinks=None,
+            tree=True,
+            soft_cap=20.0,
+        ),
+        "fp8 queries of tokens, head-wise, over fp8 per channel": replace(
+            PLAIN, q_scales="token", cache_dtype=FP8, scales="channel", head_wise=True
+        ),
+        "one scale of e5m2 queries, drafts": replace(
+            DRAFTS, one_q_scale=5e-5, cache_dtype=E5M2, scales="head", soft_cap=9.0
+        ),
+        "draft trees over any head's rows": TREE,
+        "draft trees that start tiles": replace(TREE, kv_lens=(0, 67, 64, 66, 65)),
+        "draft trees, windows, absent pages": replace(TREE, head_windows=((3, 0), (18, 2)), absent_pages=True),
+        "draft trees alone": replace(TREE, kv_lens=(0, 4, 1, 3, 4)),
+        **{
+            f"tree of {q}, {name}": replace(
+                PLAIN,
+                kv_lens=(0, 1, 9, 16, 37, 65, 128),
+                queries=q,
+                q_lens=lens,
+                tree=True,
+                head_windows=windows,
+                sinks=sinks,
+            )
+            for q, lens in Q_LENS.items()
+            for name, windows, sinks in (("full", None, None), ("windowed", ((3, 0), (12, 2)), "mixed"))
+        },
+        "width 512, a tree over windows": replace(TREE, head_dim=512, head_windows=((3, 0), (18, 2)), q_heads=6),
+        "8 queries each, no q_lens": replace(PLAIN, kv_lens=(8, 16, 65), q_lens=None, queries=8),
+        "drafts in blocks, pages of 32": replace(
+            PLAIN, kv_lens=(3, 129, 64), q_lens=(5, 3, 2), queries=5, q_heads=12, kv_heads=1, page_size=32, num_pages=14
+        ),
+    }
+)
 
 
 def packed(kv_lens: tuple[int, ...], q_lens: tuple[int, ...], **changes: Any) -> PagedCase:
@@ -343,6 +375,7 @@ UNSUPPORTED = {
         "chunks, a tree, more new tokens than keys": "takes no draft mask",
         "chunks, width 512, a tree, fp8 per token": "takes no draft mask",
         "keys of 512, values of 320": "takes pages of keys and values of one width",
+        **dict.fromkeys(MIXED, "takes keys and values of one dtype"),
     },
     "triton": {
         "float32": "takes bfloat16 and float16 queries, got float32",
@@ -353,6 +386,9 @@ UNSUPPORTED = {
         "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
         "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
         "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "bfloat16 keys, float16 values": "takes queries and an unquantised cache of one dtype",
+        "int8 keys, float32 values": "takes bfloat16 and float16 queries, got float32",
+        "int8 keys, e5m2 values": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
     },
 }
 """By backend: names of the cases that it does not support, and a pattern of the error message of each."""

@@ -138,7 +138,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fused in lanes, int8 per channel, head-wise", "fp8 queries of heads, sinks",
         "draft trees over any head's rows", "draft trees that start tiles",
         "draft trees, windows, absent pages", "draft trees alone", "tree of 3, windowed",
-        "keys of 512, values of 320",
+        "keys of 512, values of 320", "int8 keys per token, 16-bit values, windows",
     ],
     xla=[
         "all idle", "tokens cached, none new", "all of length 1", "all of maximum length", "absent pages",
@@ -157,6 +157,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "tree of 8, full", "8 queries each, no q_lens", "drafts in blocks, pages of 32", "G 8, width 512, sinks",
         "keys of 512, values of 320", "width 512, fp8 per token, absent pages",
         "tokens first, drafts, windows, absent pages",
+        "int8 keys per token, 16-bit values, windows", "fp8 values in 4 groups, 16-bit keys, head-wise",
+        "int8 keys, float32 values",
     ],
     mosaic=[
         "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
@@ -173,6 +175,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "draft trees, windows, absent pages", "draft trees alone", "drafts in blocks, pages of 32",
         "tokens first, drafts, windows, absent pages", "tokens first, fp8 per token", "tokens first, int8 heads of 64",
         "tokens first, pages of 24", "fused in lanes, tokens first, pages of 64, float16",
+        "int8 keys per token, 16-bit values, windows",
     ],
     mosaic_sm100=["head-wise windows and sink tokens, absent pages"],
     triton=[
@@ -182,6 +185,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fused in lanes, fp8 per token, pages of 1 token", "fp8 queries of tokens, tree, cap",
         "tree of 3, windowed", "G 8, width 512, sinks", "keys of 512, values of 320",
         "tokens first, pages of 192, int window, soft cap",
+        "int8 keys per token, 16-bit values, windows", "fp8 values in 4 groups, 16-bit keys, head-wise",
+        "int8 values per channel, 16-bit keys",
     ],
 )  # fmt: skip
 @unsupported(**paged_cases.unsupported(paged_cases.DECODE))

@@ -58,7 +58,7 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
         r"kv.k: expected 2·W columns with W >= D=.*; got 33 columns",
     ),
     ("few fused columns", {"kv": PagedKV(of(N, HKV, PS, 2 * D - 2))}, "kv.k: expected .* W >= D=16, .* got 30"),
-    ("v of another dtype", {"kv": replace(KV, v=of(N, HKV, PS, D, dtype=jnp.bfloat16))}, "kv.v: expected dtype"),
+    ("v dtype", {"kv": replace(KV, v=of(N, HKV, PS, D, dtype=jnp.int16))}, "kv.v: expected dtype .*, got int16"),
     ("head ratio", {"kv": PagedKV(*[of(N, 3, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 3 KV heads"),
     ("more KV heads", {"kv": PagedKV(*[of(N, 8, PS, D)] * 2)}, "q: its 4 heads must be a multiple of the 8 KV heads"),
     ("no k_scale", {"kv": replace(INT8, k_scale=None)}, "kv.k_scale: a int8 cache needs scales, got None"),
@@ -119,6 +119,8 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
 ]
 Q8: dict[str, Any] = {"kv": cache(jnp.float8_e4m3fn, of(HKV)), "q_scale": of(HQ)}
 ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
+    ("no scale of 8-bit v", {"kv": replace(KV, v=INT8.v)}, "kv.v_scale: a int8 cache needs scales, got None"),
+    ("a scale of 32-bit v", {"kv": replace(INT8, v=KV.v)}, r"kv.v_scale: a float32 cache has no scales, got .*\[2\]"),
     ("a scale of KV heads", Q8 | {"q_scale": of(HKV)}, r"q_scale: expected shape \[Hq=4\], got \[2\]"),
     ("a scale of tokens", Q8 | {"q_scale": of(B, Q)}, r"q_scale: expected shape \[B=3, Q=2, Hq=4\], got \[3, 2\]"),
     ("a negative q_scale", Q8 | {"q_scale": -0.5}, "q_scale: expected a positive finite number, got -0.5"),
@@ -148,6 +150,7 @@ ONLY_DECODE: list[tuple[str, dict[str, Any], str]] = [
     ("plan pages", {"plan": plan(page_size=16)}, "plan: was made for page_size = 16, this call has page_size = 8"),
 ]
 ONLY_PREFILL: list[tuple[str, dict[str, Any], str]] = [
+    ("v of another dtype", {"kv": replace(KV, v=of(N, HKV, PS, D, dtype=jnp.bfloat16))}, "kv.v: expected dtype"),
     ("q rank", {"q": of(B, Q, HQ, D)}, r"q: expected shape \[T, Hq, D\], got \[3, 2, 4, 16\]"),
     ("q dtype", {"q": of(T, HQ, D, dtype=jnp.float8_e4m3fn)}, "q: expected dtype bfloat16 or float16 or float32"),
     ("prefix sums", {"cu_q_lens": ints(B)}, r"cu_q_lens: expected shape \[S\+1=4\], got \[3\]"),

@@ -40,12 +40,17 @@ def require_8_bits(dtype: jnp.dtype) -> None:
 
 
 def require_apart(kv: PagedKV) -> None:
-    """Raise NotImplementedError unless keys and values are separate arrays of the same width."""
+    """Raise NotImplementedError unless keys and values are separate arrays of the same width and dtype."""
     if kv.v is None:
         raise NotImplementedError("takes keys and values in arrays of their own, got them fused")
     if kv.k.shape[-1] != kv.v.shape[-1]:
         raise NotImplementedError(
             f"takes pages of keys and values of one width, got {kv.k.shape[-1]} and {kv.v.shape[-1]}"
+        )
+    if kv.k.dtype != kv.v.dtype:
+        raise NotImplementedError(
+            "takes keys and values of one dtype, because their tiles have the same layout in shared memory; got"
+            f" {kv.k.dtype.name} and {kv.v.dtype.name}"
         )
 
 

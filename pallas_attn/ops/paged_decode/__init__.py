@@ -39,7 +39,8 @@ def paged_decode(
     Args:
       q: queries in bfloat16, float16 or float32; with `q_scale` also in the cache's float8 dtype, already divided by
         `q_scale`.
-      kv: the cache; see `PagedKV`.
+      kv: the cache; see `PagedKV`. Keys and values may have different dtypes, such as int8 keys and bfloat16 values. An
+        8-bit array has scales, another array has none. Mosaic kernels require one dtype.
       block_tables: page ids [B, P], or head-wise tables [B, Hkv, P]. The entries of head-wise tables are page rows: the
         page of one KV head has the row id page·Hkv + head, and every head may use any row. Entry j is the page of the
         tokens at positions j·ps to (j + 1)·ps - 1. The tokens of PAGE_NONE, and of ids outside the pool, are invisible.

@@ -93,7 +93,7 @@ class PagedDecodeCall(PagedAttentionCall, DecodeCall):
         dims = checks.Dims()
         checks.check_class("kv", self.kv, PagedKV)
         dims.check("q", self.q, "B Q Hq D", checks.query_dtypes(self.kv, self.q_scale))
-        checks.check_kv(self.kv, dims)
+        checks.check_kv(self.kv, dims, mixed_dtypes=True)
         checks.check_heads(dims["Hq"], dims["Hkv"], advice=checks.view_advice(self.kv, dims["Hq"]))
         checks.check_block_tables(self.block_tables, dims, rows="B")
         dims.check("kv_lens", self.kv_lens, "B", checks.INT)

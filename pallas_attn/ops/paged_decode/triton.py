@@ -15,7 +15,8 @@ rows of each of its splits, so that a page is read once for the whole block:
 
 Programs do not wait for one another. No two programs write the same split or output row. The merge is a second kernel.
 
-A step can span several pages, or be a part of one page. 8-bit k and v are converted to 16 bits exactly:
+A step can span several pages, or be a part of one page. 8-bit k and v, or only one of both, are converted to 16 bits
+exactly:
 
 - Scales per head multiply the scores and the accumulator.
 - Scales per channel multiply the query and the accumulator. The scaled query is the sum of two bfloat16 numbers.
@@ -90,8 +91,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
             "HEAD_WISE": call.block_tables.ndim == 3,
             "GROUPS": groups,
             "BY_TOKEN": by_token,
-            "QUERY_DTYPE": tl.bfloat16 if groups == "channel" else q_dtype,
-            "VALUE_DTYPE": q_dtype if groups is None else tl.bfloat16 if by_token else tl.float16,
+            "QUERY_DTYPE": tl.bfloat16 if groups == "channel" and call.kv.k_scale is not None else q_dtype,
+            "VALUE_DTYPE": q_dtype if call.kv.v_scale is None else tl.bfloat16 if by_token else tl.float16,
             "SPLIT_PAGES": plan.split_pages,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -115,7 +116,8 @@ def num_programs(call: PagedDecodeCall) -> int:
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
     card, rows, tree = device.triton_card(), call.group * call.num_queries, call.draft_mask is not None
     width = max(call.head_dim, call.value_dim)
-    return card, tiles.decode_tile(card, rows, width, call.kv.k.dtype.itemsize, tree=tree)
+    cache_bytes = min(call.kv.k.dtype.itemsize, call.kv.values[0].dtype.itemsize)
+    return card, tiles.decode_tile(card, rows, width, cache_bytes, tree=tree)
 
 
 @kernel
@@ -126,7 +128,7 @@ def _attend(
     k_ptr,  # [pool rows, PAGE, K_STRIDE], keys from column 0
     v_ptr,  # [pool rows, PAGE, V_STRIDE], values from column V_FIRST; may be the same array
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
-    v_scale_ptr,
+    v_scale_ptr,  # None if only k has scales
     tables_ptr,  # [B, table_entries] or [B, KV_HEADS, table_entries]
     kv_lens_ptr,  # [B]
     q_lens_ptr,  # [B] or None
@@ -217,9 +219,9 @@ def _attend(
         if q_scale_ptr is not None:
             q_scale = tl.load(q_scale_ptr + out_row, mask=real_row, other=0.0)[:, None]
         k_scale = 1.0
-        if GROUPS == "head":
+        if GROUPS == "head" and k_scale_ptr is not None:
             k_scale = tl.load(k_scale_ptr + head)
-        if GROUPS == "channel":
+        if GROUPS == "channel" and k_scale_ptr is not None:
             channel_scales = tl.load(k_scale_ptr + head * DK + d, mask=real_d, other=0.0)
             q, q_rest = bfloat16_parts(q.to(tl.float32) * channel_scales[None, :])
 
@@ -248,11 +250,11 @@ def _attend(
             cell = row * PAGE + n % PAGE
             k = load_operand(k_ptr, cell * K_STRIDE, seen, DK, K_WIDTH, K_STRIDE, 0, QUERY_DTYPE, NATIVE)
             scores = tl.dot(q, tl.trans(k))  # [query_rows, tokens]
-            if GROUPS == "channel":
+            if GROUPS == "channel" and k_scale_ptr is not None:
                 scores = tl.dot(q_rest, tl.trans(k), scores)
-            if GROUPS == "head":
+            if GROUPS == "head" and k_scale_ptr is not None:
                 scores = scores * k_scale
-            if BY_TOKEN:
+            if BY_TOKEN and k_scale_ptr is not None:
                 scores = scores * token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             if q_scale_ptr is not None:
                 scores = scores * q_scale
@@ -260,19 +262,19 @@ def _attend(
                 scores = soft_capped(scores * SCALE, CAP)
             scores = tl.where(visible, scores, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total, SCORE_SCALE)
-            if BY_TOKEN:
+            if BY_TOKEN and v_scale_ptr is not None:
                 weights = weights * token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             v = load_operand(v_ptr, cell * V_STRIDE, seen, DV, V_WIDTH, V_STRIDE, V_FIRST, VALUE_DTYPE, NATIVE)
-            if BY_TOKEN:
+            if BY_TOKEN and v_scale_ptr is not None:
                 rounded, rest = bfloat16_parts(weights)
                 acc = tl.dot(rounded, v, acc * keep[:, None])
                 acc = tl.dot(rest, v, acc)
             else:
                 acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
 
-        if GROUPS == "head":
+        if GROUPS == "head" and v_scale_ptr is not None:
             acc = acc * tl.load(v_scale_ptr + head)
-        if GROUPS == "channel":
+        if GROUPS == "channel" and v_scale_ptr is not None:
             acc = acc * tl.load(v_scale_ptr + head * DV + dv, mask=real_dv, other=0.0)[None, :]
         if (page == 0) & (stop >= num_pages):
             store_result(
