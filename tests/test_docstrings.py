@@ -27,7 +27,10 @@ def public() -> Iterator[tuple[str, Any]]:
     }
     of_cache = {name: value for name, value in vars(cache).items() if name in cache.__all__}
     of_compat = {
-        value.__name__: value for value in (paged_attention.paged_attention, decode_attention.mqa, decode_attention.gqa)
+        name: value
+        for module in (paged_attention, decode_attention)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
     }
     for name, value in (vars(pallas_attn) | of_parallel | of_cache | of_compat).items():
         if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):

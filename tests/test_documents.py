@@ -302,6 +302,7 @@ def test_api_page_lists_all_public_names():
     exported += re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, flags=re.MULTILINE)
     exported += set(cache.__all__) - {"Prefix"}  # among the types in signatures
     exported += ["paged_attention", "mqa", "gqa"]  # of compat.jax_gpu
+    exported += [f"{name}_reference" for name in ("paged_attention", "mqa", "gqa", "mha")]
     assert sorted(name.split(".")[-1] for name in listed_names("api.md")) == sorted(exported)
 
 

@@ -1,22 +1,31 @@
 """Contract of `pallas_attn.compat.jax_gpu`: the cases of jax's tests (tests/pallas/gpu_paged_attention_test.py and
-decode_attention_test.py) with every backend, compared with attention in NumPy, and comparisons with jax's functions.
+gpu_attention_test.py) with every backend, compared with attention in NumPy, and comparisons with jax's functions.
+
+The environment variable JAX_SOURCE names a checkout of jax. Without it, the test that runs jax's files is skipped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import itertools
+import os
+import unittest
 import warnings
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import test_util
+from jax.experimental.pallas.ops import gpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -66,6 +75,7 @@ class PagedCase:
     Attributes:
       dtype: dtype of q; None for the backend's dtype.
       quantised: dtype of 8-bit pages; None for pages in the dtype of q.
+      in_8_bits: arrays that are quantised, "k", "v" or "kv".
       lengths: tokens of the sequences; None for the argument None.
     """
 
@@ -75,6 +85,7 @@ class PagedCase:
     head_dim: int = 64
     dtype: str | None = "float16"
     quantised: str | None = None
+    in_8_bits: str = "kv"
     scale_dtype: str = "float32"
     lengths: tuple[int, ...] | None = LENGTHS
     cap: float | None = None
@@ -84,8 +95,9 @@ GRID = {
     f"{page_size}, {kv_heads} of {group}, {head_dim}": PagedCase(page_size, kv_heads, group, head_dim)
     for page_size, kv_heads, group, head_dim in itertools.product((8, 16, 32), (1, 2), (2, 16, 20), (32, 64))
 } | {
-    f"{page_size}, {dtype}": PagedCase(page_size, quantised=dtype, scale_dtype=scale_dtype)
+    f"{page_size}, {dtype} {arrays}": PagedCase(page_size, quantised=dtype, in_8_bits=arrays, scale_dtype=scale_dtype)
     for page_size in (8, 16, 32)
+    for arrays in ("kv", "k", "v")
     for dtype, scale_dtype in (("int8", "float32"), ("float8_e4m3fn", "float16"), ("float8_e5m2", "float32"))
 }
 """Cases of jax's tests. Only one combination of the other sizes has quantised pages."""
@@ -94,10 +106,12 @@ CASES = {
     "pages of 8, heads of 32": GRID["8, 1 of 2, 32"],
     "pages of 16": GRID["16, 2 of 2, 64"],
     "pages of 32, 20 heads in a group": GRID["32, 2 of 20, 64"],
-    "int8": GRID["16, int8"],
-    "int8, pages of 32": GRID["32, int8"],
-    "float8_e4m3fn": GRID["16, float8_e4m3fn"],
-    "float8_e5m2": GRID["16, float8_e5m2"],
+    "int8": GRID["16, int8 kv"],
+    "int8, pages of 32": GRID["32, int8 kv"],
+    "int8 keys": GRID["16, int8 k"],
+    "float8_e4m3fn": GRID["16, float8_e4m3fn kv"],
+    "float8_e4m3fn values": GRID["16, float8_e4m3fn v"],
+    "float8_e5m2": GRID["16, float8_e5m2 kv"],
     "backend's dtype": PagedCase(head_dim=128, group=4, dtype=None),
     "no lengths": PagedCase(lengths=None),
     "soft cap": PagedCase(cap=2.0, group=4),
@@ -131,12 +145,14 @@ def paged_arrays(case: PagedCase, lengths: tuple[int, ...] | None) -> dict[str, 
     arrays["lengths"] = None if lengths is None else np.array(lengths, np.int32)
     for name, size in (("k", 1), ("v", harness.HALF_SCALE)):
         pages = size * rng.standard_normal(shape, np.float32)
-        if case.quantised:
+        if case.quantised and name in case.in_8_bits:
             scales = (np.abs(pages).max(-1) / (0.95 * QMAX[np.dtype(case.quantised)])).astype(case.scale_dtype)
             arrays[f"{name}_scales_pages"] = scales
             pages = pages / scales[..., None].astype(np.float32)
             pages = np.rint(pages) if case.quantised == "int8" else pages
-        pages = pages.astype(case.quantised or case.dtype)
+            pages = pages.astype(case.quantised)
+        else:
+            pages = pages.astype(case.dtype)
         arrays[f"{name}_pages"] = harness.poison(rng, pages, np.broadcast_to(dead, shape[:3]))
     return arrays
 
@@ -168,9 +184,9 @@ def check_paged(backend: Backend, case: PagedCase) -> None:
 def unsupported_paged(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:
     """Return the reasons why kernels do not support cases, for `unsupported`."""
     of_mosaic = {
-        name: "takes (heads|pages|caches)"
+        name: "takes (heads|pages|caches|keys and values of one dtype)"
         for name, case in cases.items()
-        if case.page_size < 16 or case.head_dim < 64 or case.quantised == "float8_e5m2"
+        if case.page_size < 16 or case.head_dim < 64 or case.quantised == "float8_e5m2" or case.in_8_bits != "kv"
     }
     return {
         "mosaic": of_mosaic,
@@ -182,8 +198,8 @@ def unsupported_paged(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str
 @in_every_run(
     "xla",
     reference=["pages of 16"],
-    mosaic=["float8_e5m2", "int8, pages of 32", "pages of 8, heads of 32"],
-    triton=["int8", "pages of 16"],
+    mosaic=["float8_e5m2", "int8, pages of 32", "int8 keys", "pages of 8, heads of 32"],
+    triton=["int8", "float8_e4m3fn values", "pages of 16"],
 )
 @unsupported(**unsupported_paged(CASES))
 def test_paged_attention(backend: Backend, name: str) -> None:
@@ -199,9 +215,10 @@ def test_paged_attention_with_cases_of_jax(backend: Backend, name: str) -> None:
 
 
 @every_backend("paged_decode", backends.is_compiled_and_lean)
-@pytest.mark.parametrize("quantised", [None, "int8"])
+@pytest.mark.parametrize("quantised", [None, "int8", "int8 k", "int8 v"])
 def test_paged_attention_does_not_copy_pages(backend: Backend, quantised: str | None) -> None:
-    case = PagedCase(dtype="float32", quantised=quantised, lengths=(2048,) * 4)
+    dtype, _, of_arrays = (quantised or "").partition(" ")
+    case = PagedCase(dtype="float32", quantised=dtype or None, in_8_bits=of_arrays or "kv", lengths=(2048,) * 4)
     arrays = paged_arrays(case, case.lengths)
     call = backends.compiled(paged_attention.paged_attention, backend)
     harness.assert_stays_put(call, arrays["k_pages"], **arrays)
@@ -234,11 +251,6 @@ def test_page_outside_the_pool_is_invisible(page: int) -> None:
         ({"lengths": np.ones(4, np.float32)}, ValueError, "lengths: expected dtype int32"),
         ({"k_scales_pages": np.ones((2, 32, 16), np.float32)}, ValueError, "k_scales_pages: expected None for float32"),
         ({"v_pages": np.ones((2, 32, 16, 64), np.int8)}, ValueError, "v_scales_pages: expected scales for int8 pages"),
-        (
-            {"v_pages": np.ones((2, 32, 16, 64), np.int8), "v_scales_pages": np.ones((2, 32, 16), np.float32)},
-            NotImplementedError,
-            "k_pages, v_pages: takes keys and values of one dtype",
-        ),
         ({"attn_logits_soft_cap": 0.0}, ValueError, "attn_logits_soft_cap: expected a positive"),
         ({"mask_value": -1.0}, NotImplementedError, "mask_value: takes numbers of at most -10000"),
     ],
@@ -418,7 +430,7 @@ def jax_modules() -> Iterator[tuple[ModuleType, ModuleType]]:
         yield paged, dense
 
 
-@slow_cases("bfloat16", "fp8")
+@slow_cases("bfloat16", "fp8", "fp8 values")
 @pytest.mark.parametrize(
     "case",
     [
@@ -427,8 +439,10 @@ def jax_modules() -> Iterator[tuple[ModuleType, ModuleType]]:
         PagedCase(lengths=None, kv_heads=1),
         PagedCase(quantised="int8", scale_dtype="float16"),
         PagedCase(quantised="float8_e4m3fn", dtype="float32"),
+        PagedCase(quantised="int8", in_8_bits="k"),
+        PagedCase(quantised="float8_e4m3fn", in_8_bits="v", scale_dtype="float16"),
     ],
-    ids=["bfloat16", "soft cap", "no lengths", "int8", "fp8"],
+    ids=["bfloat16", "soft cap", "no lengths", "int8", "fp8", "int8 keys", "fp8 values"],
 )
 def test_paged_attention_equals_jax(jax_modules: tuple[ModuleType, ModuleType], case: PagedCase) -> None:
     # jax's function returns NaN for length 0 and float16 on CPUs, because it divides by a subnormal number.
@@ -475,6 +489,57 @@ def test_decode_attention_equals_jax(
     if not normalised:
         want, got = (x / np.maximum(total, 1e-30)[..., None] for x, (total, _) in ((want, of_want), (got, of_got)))
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["empty ranges", "gqa with a start", "mqa", "scale"])
+def test_references_of_decode_attention(name: str) -> None:
+    case = dataclasses.replace(DENSE[name], dtype="float32", residuals=True)
+    arrays = dense_arrays(case)
+    function = decode_attention.gqa_reference if case.kv_heads else decode_attention.mqa_reference
+    out, residuals = function(**arrays, sm_scale=case.scale, return_residuals=True)
+    want, lse = expected_dense(case, arrays)
+    np.testing.assert_allclose(out, want, atol=1e-5, rtol=1e-5)
+    harness.assert_close("LSE", lse_of(residuals), lse, harness.Tolerance(1e-5, 1e-5, 1e-9))
+    if case.kv_heads:
+        arrays |= {name: np.repeat(arrays[name], case.q_heads // case.kv_heads, axis=2) for name in ("k", "v")}
+        np.testing.assert_allclose(decode_attention.mha_reference(**arrays, sm_scale=case.scale), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pages of 16", "no lengths", "soft cap"])
+def test_paged_attention_reference(name: str) -> None:
+    case = dataclasses.replace(CASES[name], dtype="float32", lengths=CASES[name].lengths and FEW_LENGTHS)
+    arrays = paged_arrays(case, case.lengths)
+    tables = arrays["block_tables"].clip(0, arrays["k_pages"].shape[1] - 1)
+    k, v = (
+        arrays[f"{x}_pages"][:, tables].reshape(case.kv_heads, len(tables), -1, case.head_dim).transpose(1, 2, 0, 3)
+        for x in ("k", "v")
+    )
+    out = paged_attention.paged_attention_reference(arrays["q"], k, v, arrays["lengths"], attn_logits_soft_cap=case.cap)
+    np.testing.assert_allclose(out, expected_paged(case, arrays), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "error", "message"),
+    [
+        ("gqa_reference", {"q": np.ones((2, 3, 64), np.float32)}, ValueError, "q: its 3 heads"),
+        ("gqa_reference", {"normalize_output": False}, NotImplementedError, "normalize_output: takes False only with"),
+        ("gqa_reference", {"sm_scale": 0.0}, ValueError, "sm_scale: expected a positive"),
+        ("mqa_reference", {}, ValueError, r"k: expected shape \[B=2, S, D=64\]"),
+        ("mha_reference", {}, ValueError, r"k: expected shape \[B=2, S, Hq=4, D=64\]"),
+        ("paged_attention_reference", {"lengths": np.ones(3, np.int32)}, ValueError, r"lengths: expected shape"),
+        ("paged_attention_reference", {"mask_value": 0.0}, NotImplementedError, "mask_value: takes numbers of at most"),
+        ("paged_attention_reference", {"attn_logits_soft_cap": -1.0}, ValueError, "attn_logits_soft_cap: expected"),
+    ],
+)
+def test_references_with_wrong_arguments(
+    function: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arrays = {name: x for name, x in dense_arrays(DenseCase(2, 4, 2, 32, dtype="float32")).items() if x is not None}
+    paged = function.startswith("paged")
+    with pytest.raises(error, match=message):
+        getattr(paged_attention if paged else decode_attention, function)(
+            **({"lengths": None} if paged else {}) | arrays | changes
+        )
 
 
 def test_merged_parts_of_a_cache_equal_the_whole() -> None:
@@ -532,11 +597,65 @@ def test_tuning_arguments_warn_once_per_process(monkeypatch: pytest.MonkeyPatch)
     decode_attention.gqa(**dense, block_k=64, grid=(1, 1))
 
 
-@pytest.mark.parametrize(("module", "name"), [("paged", "paged_attention"), ("dense", "mqa"), ("dense", "gqa")])
-def test_signature_equals_jax(jax_modules: tuple[ModuleType, ModuleType], module: str, name: str) -> None:
-    ours = paged_attention if module == "paged" else decode_attention
-    theirs = jax_modules[0 if module == "paged" else 1]
+@pytest.mark.parametrize(
+    "name",
+    ["gqa", "gqa_reference", "mha_reference", "mqa", "mqa_reference", "paged_attention", "paged_attention_reference"],
+)
+def test_signature_equals_jax(jax_modules: tuple[ModuleType, ModuleType], name: str) -> None:
+    paged = name.startswith("paged")
+    ours, theirs = paged_attention if paged else decode_attention, jax_modules[0 if paged else 1]
     got = {p.name: (p.kind, p.default) for p in inspect.signature(getattr(ours, name)).parameters.values()}
     want = {p.name: (p.kind, p.default) for p in inspect.signature(getattr(theirs, name)).parameters.values()}
-    assert got.pop("implementation")[1] is None
+    if not name.endswith("_reference"):
+        assert got.pop("implementation")[1] is None
     assert list(got.items()) == list(want.items())
+
+
+# --- jax's test files
+
+
+def jax_test_suite(file: str, imported: str, replacement: Any) -> unittest.TestSuite:
+    """Return the tests of a file in tests/pallas of jax which JAX runs on CPUs, too. They call the functions of
+    `replacement` instead of the functions of the module `jax.experimental.pallas.ops.gpu.<imported>`.
+    """
+    root = os.environ.get("JAX_SOURCE")
+    if not root:
+        pytest.skip("the environment variable JAX_SOURCE names no checkout of jax")
+    path = Path(root, "tests", "pallas", f"{file}.py")
+    spec = importlib.util.spec_from_file_location(file, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ValueError(f"JAX_SOURCE: expected a checkout of jax with {path.relative_to(root)}, got {root}")
+    loaded = importlib.util.module_from_spec(spec)
+    with mock.patch.object(gpu, imported, replacement, create=True):
+        spec.loader.exec_module(loaded)
+    cases = [x for name, x in vars(loaded).items() if name.endswith("InterpretTest")]
+    return unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases))
+
+
+@every_backend("paged_decode", lambda backend: runs_grid(backend) and not backend.interpreted)
+@pytest.mark.parametrize("ours", [paged_attention, decode_attention], ids=["paged_attention", "decode_attention"])
+@in_every_run()
+def test_jax_source(backend: Backend, ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests of jax pass, except calls that a kernel does not support. jax draws a few cases from a grid: all cases
+    run with the environment variable JAX_NUM_GENERATED_CASES=4000.
+
+    jax skips float8_e4m3fn if the GPU, or the CPU, does not support it. These cases run here, too.
+    """
+    monkeypatch.setattr(arguments, "_warned", True)
+    monkeypatch.setattr(test_util, "is_cuda_compute_capability_at_least", lambda _: True)
+    names = ("paged_attention",) if ours is paged_attention else ("mqa", "gqa")
+    calls = {name: functools.partial(getattr(ours, name), implementation=backend.name) for name in names}
+    file = "gpu_paged_attention_test" if ours is paged_attention else "gpu_attention_test"
+    jax.jit(jnp.sin)(1.0)  # creates the compilation cache, which jax's tests must not change
+    result = unittest.TestResult()
+    jax_test_suite(file, ours.__name__.rpartition(".")[2], SimpleNamespace(**vars(ours) | calls)).run(result)
+    assert not result.failures, result.failures[0][1]
+    assert {reason for _, reason in result.skipped} <= {"Skipping since neither (k, v) quantization requested."}, (
+        result.skipped
+    )
+    for _, trouble in result.errors:
+        assert backend.kernels, trouble
+        assert trouble.strip().splitlines()[-1].startswith("NotImplementedError"), trouble
+    ran = result.testsRun - len(result.skipped) - len(result.errors)
+    assert ran > 0
+    print(f"{ran} passed, {len(result.errors)} unsupported")

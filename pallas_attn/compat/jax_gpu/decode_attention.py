@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.compat.jax_gpu import arguments
+from pallas_attn.compat.jax_gpu import arguments, reference
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.types import Implementation, PagedKV
 
@@ -120,7 +120,71 @@ def gqa(
     )
 
 
-def _run(
+def mqa_reference(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S D"],
+    v: Float[Array, "B S D"],
+    start_idx: Int32[Array, "B"] | int | None = None,
+    kv_seq_len: Int32[Array, "B"] | int | None = None,
+    sm_scale: float | None = None,
+    return_residuals: bool = False,
+    normalize_output: bool = True,
+) -> Attention:
+    """Attention in float32 with the arguments, results and errors of `mqa`, for tests. It stores all scores.
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import decode_attention
+      >>> k = v = jnp.ones((2, 64, 128), jnp.bfloat16)  # 64 tokens
+      >>> decode_attention.mqa_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
+      (2, 8, 128)
+    """
+    return _run_reference("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output)
+
+
+def gqa_reference(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S Hkv D"],
+    v: Float[Array, "B S Hkv D"],
+    start_idx: Int32[Array, "B"] | int | None = None,
+    kv_seq_len: Int32[Array, "B"] | int | None = None,
+    sm_scale: float | None = None,
+    return_residuals: bool = False,
+    normalize_output: bool = True,
+) -> Attention:
+    """Attention in float32 with the arguments, results and errors of `gqa`, for tests. It stores all scores.
+
+    The residuals have the scale of the residuals of `gqa`: l is 1 and m is the LSE.
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import decode_attention
+      >>> k = v = jnp.ones((2, 64, 2, 128), jnp.bfloat16)  # 64 tokens, 2 KV heads
+      >>> decode_attention.gqa_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
+      (2, 8, 128)
+    """
+    return _run_reference("B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output)
+
+
+def mha_reference(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S Hq D"],
+    v: Float[Array, "B S Hq D"],
+    start_idx: Int32[Array, "B"] | int | None = None,
+    kv_seq_len: Int32[Array, "B"] | int | None = None,
+    sm_scale: float | None = None,
+) -> Float[Array, "B Hq D"]:
+    """Attention in float32 with one KV head per query head, for tests. It has the arguments and errors of `gqa`.
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import decode_attention
+      >>> k = v = jnp.ones((2, 64, 8, 128), jnp.bfloat16)  # 64 tokens
+      >>> decode_attention.mha_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
+      (2, 8, 128)
+    """
+    result: Any = _run_reference("B S Hq D", q, k, v, start_idx, kv_seq_len, sm_scale, False, True)
+    return result
+
+
+def _run_reference(
     axes: str,
     q: Any,
     k: Any,
@@ -128,12 +192,30 @@ def _run(
     start_idx: Any,
     kv_seq_len: Any,
     sm_scale: Any,
-    implementation: Implementation,
     return_residuals: bool,
     normalize_output: bool,
 ) -> Attention:
-    """Check the arguments and attend. `axes` are the axes of k and v. `start_idx` and `kv_seq_len` are None, a number,
-    or int32 [] or [B].
+    """Check the arguments and compute attention with all scores in memory. Arguments as in `_run`."""
+    arrays = _checked(axes, q, k, v, start_idx, kv_seq_len, return_residuals, normalize_output)
+    scale = checks.number("sm_scale", sm_scale)
+    q, k, v, start, end = arrays.values()
+    k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+    out, lse = reference.attention(q, k, v, start, end, sm_scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    return (out, _residuals(lse)) if return_residuals else out
+
+
+def _checked(
+    axes: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    start_idx: Any,
+    kv_seq_len: Any,
+    return_residuals: bool,
+    normalize_output: bool,
+) -> dict[str, Any]:
+    """Check the arguments and return the arrays by name. `axes` are the axes of k and v. `start_idx` and `kv_seq_len`
+    are None, a number, or int32 [] or [B].
     """
     dims = checks.Dims()
     dims.check("q", q, "B Hq D", checks.PLAIN)
@@ -152,6 +234,23 @@ def _run(
             "normalize_output: takes False only with return_residuals=True, because an unnormalised output has no"
             " meaning without residuals"
         )
+    return arrays
+
+
+def _run(
+    axes: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    start_idx: Any,
+    kv_seq_len: Any,
+    sm_scale: Any,
+    implementation: Implementation,
+    return_residuals: bool,
+    normalize_output: bool,
+) -> Attention:
+    """Check the arguments and attend. `axes` are the axes of k and v."""
+    arrays = _checked(axes, q, k, v, start_idx, kv_seq_len, return_residuals, normalize_output)
     out, residuals = arguments.call_in_jit(
         _attend, arrays, implementation, sm_scale=checks.number("sm_scale", sm_scale)
     )
@@ -185,6 +284,9 @@ def _attend(
     out, lse = paged_decode(
         q[:, None], kv, table, kv_lens, sm_scale=sm_scale, return_lse=True, implementation=implementation
     )
-    sees_token = lse[:, 0] > -jnp.inf
-    maximum = jnp.where(sees_token, lse[:, 0], jnp.finfo(jnp.float32).min)
-    return out[:, 0], (sees_token.astype(jnp.float32), maximum)
+    return out[:, 0], _residuals(lse[:, 0])
+
+
+def _residuals(lse: Float[Array, "B Hq"]) -> Residuals:
+    sees_token = lse > -jnp.inf
+    return sees_token.astype(jnp.float32), jnp.where(sees_token, lse, jnp.finfo(jnp.float32).min)

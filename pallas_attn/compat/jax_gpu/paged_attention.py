@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Num
 
 from pallas_attn import checks
-from pallas_attn.compat.jax_gpu import arguments
+from pallas_attn.compat.jax_gpu import arguments, reference
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.types import PAGE_NONE, QMAX, Implementation, PagedKV
 
@@ -46,7 +46,7 @@ def paged_attention(
 
     Args:
       q: queries in bfloat16, float16 or float32.
-      k_pages, v_pages: keys and values, in one dtype of `PagedKV`.
+      k_pages, v_pages: keys and values, each in a dtype of `PagedKV`. Mosaic kernels require one dtype for both.
       block_tables: page ids. The tokens of ids outside the pool are invisible.
       lengths: tokens of each sequence; None if every sequence fills all pages of its row of `block_tables`.
       k_scales_pages, v_scales_pages: a scale per head and token, for 8-bit pages. Scales in another dtype than float32
@@ -62,8 +62,7 @@ def paged_attention(
 
     Raises:
       ValueError: inconsistent arguments.
-      NotImplementedError: only keys or only values are quantised; `mask_value` is above -1e4; or no implementation
-        supports the call.
+      NotImplementedError: `mask_value` is above -1e4; or no implementation supports the call.
 
     Example:
       >>> from pallas_attn.compat.jax_gpu import paged_attention
@@ -77,11 +76,7 @@ def paged_attention(
     arguments.warn_about_tuning(paged_attention, locals())
     block_tables, lengths = checks.int32(block_tables=block_tables, lengths=lengths)
     _check(q, k_pages, v_pages, block_tables, lengths, k_scales_pages, v_scales_pages)
-    if not mask_value <= LARGEST_MASK_VALUE:
-        raise NotImplementedError(
-            f"mask_value: takes numbers of at most {LARGEST_MASK_VALUE:g}, with which masked tokens have the weight 0;"
-            f" got {mask_value!r}"
-        )
+    _check_mask_value(mask_value)
     arrays = {
         "q": q,
         "k": k_pages,
@@ -93,6 +88,48 @@ def paged_attention(
     }
     soft_cap = checks.number("attn_logits_soft_cap", attn_logits_soft_cap)
     return arguments.call_in_jit(_attend, arrays, implementation, soft_cap=soft_cap)
+
+
+def paged_attention_reference(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B S Hkv D"],
+    v: Float[Array, "B S Hkv D"],
+    lengths: Int32[Array, "B"] | None,
+    *,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap: float | None = None,
+) -> Float[Array, "B Hq D"]:
+    """Attention in float32 of one query token per sequence over keys and values without pages, for tests.
+
+    It stores all scores. It has the arguments, results and errors of `paged_attention`, except that k and v have no
+    pages and no scales. They are in bfloat16, float16 or float32.
+
+    Example:
+      >>> from pallas_attn.compat.jax_gpu import paged_attention
+      >>> k = v = jnp.ones((2, 32, 2, 64), jnp.bfloat16)  # 32 tokens, 2 KV heads
+      >>> q, lengths = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.array([20, 0], jnp.int32)
+      >>> paged_attention.paged_attention_reference(q, k, v, lengths)[:, 0, 0].tolist()
+      [1.0, 0.0]
+    """
+    (lengths,) = checks.int32(lengths=lengths)
+    dims = checks.Dims()
+    dims.check("q", q, "B Hq D", checks.PLAIN)
+    dims.check("k", k, "B S Hkv D", checks.PLAIN)
+    dims.check("v", v, "B S Hkv D", checks.PLAIN)
+    checks.check_heads(dims["Hq"], dims["Hkv"])
+    if lengths is not None:
+        dims.check("lengths", lengths, "B", checks.INT)
+    _check_mask_value(mask_value)
+    soft_cap = checks.number("attn_logits_soft_cap", attn_logits_soft_cap)
+    return reference.attention(q, k, v, None, lengths, sm_scale=1.0, soft_cap=soft_cap)[0]
+
+
+def _check_mask_value(mask_value: float) -> None:
+    if not mask_value <= LARGEST_MASK_VALUE:
+        raise NotImplementedError(
+            f"mask_value: takes numbers of at most {LARGEST_MASK_VALUE:g}, with which masked tokens have the weight 0;"
+            f" got {mask_value!r}"
+        )
 
 
 def _check(q: Any, k: Any, v: Any, block_tables: Any, lengths: Any, k_scales: Any, v_scales: Any) -> None:
@@ -116,11 +153,6 @@ def _check(q: Any, k: Any, v: Any, block_tables: Any, lengths: Any, k_scales: An
         if not is_quantised:
             raise ValueError(f"{name}_scales_pages: expected None for {pages.dtype.name} pages, got scales")
         dims.check(f"{name}_scales_pages", scales, "Hkv N ps", checks.PLAIN)
-    if k.dtype != v.dtype:
-        raise NotImplementedError(
-            f"k_pages, v_pages: takes keys and values of one dtype, because kernels load both in the same way; got"
-            f" {k.dtype.name} and {v.dtype.name}"
-        )
 
 
 def _attend(
