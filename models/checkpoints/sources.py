@@ -26,6 +26,8 @@ class Source:
       pack: makes the parameter from the tensors.
       in_f32: whether the parameter is float32 for every dtype of the model, or made from float32 tensors by
         `split_weights` if the module has it in bfloat16.
+      keeps_bf16: whether a bfloat16 model has the parameter in bfloat16, instead of in float32, if the checkpoint has
+        it in bfloat16.
       in_int32: whether the parameter is int32.
       of_heads: whether the parameter belongs to heads and is therefore the same on all devices along `context`.
       added_once: whether the parameter is a bias of a sum over devices. On a mesh, it is zero on all devices except the
@@ -40,6 +42,7 @@ class Source:
     tensors: Mapping[str, Shape]
     pack: Callable[[Iterator[np.ndarray]], np.ndarray] = next
     in_f32: bool = False
+    keeps_bf16: bool = False
     in_int32: bool = False
     of_heads: bool = False
     added_once: bool = False

@@ -147,7 +147,7 @@ def _experts(
     down = {f"{prefix}.w2.weight": (width, hidden) for prefix in prefixes}
     shared, shared_hidden = f"{name}.shared_experts", hidden // split.expert
     sources = {
-        "gate.weight": dataclasses.replace(linear(f"{name}.gate", experts, width), in_f32=True),
+        "gate.weight": dataclasses.replace(linear(f"{name}.gate", experts, width), in_f32=True, keeps_bf16=True),
         "gate_up_proj": Source(gate_up, join, of_experts=True),
         "down_proj": Source(down, lambda t: np.stack([w.T for w in t]), of_experts=True),
         "shared_experts.gate_up_proj.weight": Source(

@@ -619,15 +619,19 @@ def _assemble[Module: nnx.Module](
         name = ".".join(map(str, path))
         first = sources[0][name]
         kind = np.int32 if first.in_int32 else np.float32 if first.in_f32 else jnp.dtype(dtype)
+        keeps_bf16 = first.keeps_bf16 and jnp.dtype(dtype) == jnp.bfloat16
         shared_by = _shared_by(first)
+
+        def converted(tensor: np.ndarray) -> np.ndarray:
+            return tensor if keeps_bf16 and tensor.dtype == jnp.bfloat16 else tensor.astype(kind, copy=False)
 
         def values(at: Mapping[str, int]) -> np.ndarray:
             source = first if mesh is None or not first.of_experts else sources[number_along(EXPERTS, mesh, at)][name]
             if not source.tensors or (source.added_once and mesh is not None and number_along(shared_by, mesh, at)):
                 return np.zeros(parameter.shape, kind)
             parts = [(tensor, part) for tensor in source.tensors for part in slices(source, tensor, shared_by, at)]
-            packed = source.pack(read(*part).astype(kind, copy=False) for part in parts)
-            if source.in_f32 and parameter.dtype == jnp.bfloat16:
+            packed = source.pack(converted(read(*part)) for part in parts)
+            if source.in_f32 and not source.keeps_bf16 and parameter.dtype == jnp.bfloat16:
                 packed = np.asarray(split_weights(jnp.asarray(packed)))
             missing = parameter.shape[0] - packed.shape[0] if source.of_experts else 0
             return np.pad(packed, [(0, missing)] + [(0, 0)] * (packed.ndim - 1)) if missing else packed

@@ -139,7 +139,7 @@ class HashedMoE(nnx.Module):
         the size in `config`. Other arguments as in `MoE`."""
         width, hidden, count = config.hidden_size, config.moe_intermediate_size, split.num_own(config.n_routed_experts)
         self.split, self.activation = split, LimitedSwiglu(config.swiglu_limit)
-        self.gate = HashRouter(config, config.is_hashed(index), vocab_size)
+        self.gate = HashRouter(config, dtype, config.is_hashed(index), vocab_size)
         self.gate_up_proj = nnx.Param(jnp.zeros((count, width, 2 * hidden), dtype))
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
         self.shared_experts = MLP(width, hidden // split.expert, dtype, self.activation)

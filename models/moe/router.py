@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, Gemma4Config
@@ -67,24 +68,26 @@ class ScaledRouter(nnx.Module):
 
 
 class HashRouter(nnx.Module):
-    """Router of DeepSeek-V4. Weights and scores are float32, independent of the model's dtype.
+    """Router of DeepSeek-V4. Scores and the bias are float32, independent of the model's dtype. The gate is float32, or
+    bfloat16 if model and checkpoint are: products of bfloat16 rows and gates are exact in float32.
 
     A layer selects experts by their scores plus a learned bias, or by the token id, with a table [vocab, k]. In both
     cases the weights of the selected experts are their scores without the bias, normalised to a sum of 1 and scaled.
     """
 
-    def __init__(self, config: DeepseekV4Config, is_hashed: bool, vocab_size: int | None = None):
+    def __init__(self, config: DeepseekV4Config, dtype: DTypeLike, is_hashed: bool, vocab_size: int | None = None):
         """Make a router with zero weights.
 
         Args:
           config: configuration of the model; on a mesh, of one device's part.
+          dtype: dtype of the gate.
           is_hashed: whether experts are selected by the token id.
           vocab_size: size of the vocabulary of the whole model, because every device has the whole table; None for the
             size in `config`.
         """
         self.config = config
         experts, table = config.n_routed_experts, (vocab_size or config.vocab_size, config.num_experts_per_tok)
-        self.weight = nnx.Param(jnp.zeros((config.hidden_size, experts), jnp.float32))
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, experts), dtype))
         self.bias = None if is_hashed else nnx.Param(jnp.zeros(experts, jnp.float32))
         self.experts_of_tokens = nnx.Param(jnp.zeros(table, jnp.int32)) if is_hashed else None
 
@@ -92,7 +95,7 @@ class HashRouter(nnx.Module):
         self, x: Float[Array, "T D"], tokens: Int32[Array, "T"]
     ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Return the k selected experts of each token, and the weights of their results."""
-        scores = _SCORES[self.config.scoring_func](project(x, self.weight[...]))
+        scores = _SCORES[self.config.scoring_func](project(x, self.weight[...], jnp.float32))
         if self.experts_of_tokens is not None:
             experts = self.experts_of_tokens[...][tokens]
             weights = jnp.take_along_axis(scores, experts, axis=1)

@@ -756,6 +756,21 @@ def test_matrix_of_streams_has_float32_accuracy_in_bfloat16_models(rng):
     np.testing.assert_allclose(split(rows), exact(rows), atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "kept"), [("v4", jnp.float32), ("v4-published", jnp.bfloat16)])
+def test_gates_keep_the_dtype_of_the_checkpoint_in_bfloat16_models(rng, name: str, kept: Any):
+    """The results are those of the float32 gate. The logits are not rounded to bfloat16."""
+    model = load_model(GOLDENS / name, jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((40, model.config.hidden_size)), jnp.bfloat16)
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, 40), jnp.int32)
+    for layer, exact in zip(model.layers, loaded(name).layers, strict=True):
+        assert (layer.ffn.gate.weight.dtype, exact.ffn.gate.weight.dtype) == (kept, jnp.float32)
+        np.testing.assert_array_equal(layer.ffn.gate.weight[...].astype(jnp.float32), exact.ffn.gate.weight[...])
+        chosen, weights = layer.ffn.gate(x, tokens)
+        wanted_chosen, wanted_weights = exact.ffn.gate(x.astype(jnp.float32), tokens)
+        np.testing.assert_array_equal(chosen, wanted_chosen)
+        np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
+
+
 def test_saved_random_model_is_the_random_model(tmp_path: Path):
     config = dataclasses.replace(TINY, vocab_size=64)
     save_random_checkpoint(tmp_path, config, seed=3)
