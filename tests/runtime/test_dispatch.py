@@ -431,8 +431,8 @@ def test_explain_accepts_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None
             {"cache_dtype": "int8", "scales": "channel"},
             "takes scales per head, token or token group",
         ),
-        ("paged_decode", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512"),
-        ("paged_prefill", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512"),
+        ("paged_decode", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512: no kernel on Blackwell"),
+        ("paged_prefill", (10, 0), {}, "takes heads of width 64, 128 or 256, got 512: no kernel on Blackwell"),
     ],
 )
 def test_wide_heads_have_the_kernels_of_the_support_table(

@@ -13,6 +13,7 @@ WIDE_HEAD_DIMS = (*HEAD_DIMS, 320, 384, 448, 512)
 """Head widths of decode on Hopper over 16-bit caches."""
 WIDE_8_BIT_HEAD_DIMS = (*HEAD_DIMS, 384, 512)
 """Head widths of decode on Hopper over 8-bit caches, whose wide heads are converted in blocks of 128 columns."""
+NO_WIDER_ON_BLACKWELL = "no kernel on Blackwell has wider heads, because operands of 512 columns exceed shared memory"
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
 """Largest supported soft cap. Kernels compute a capped score as the difference of two numbers of the size of the cap,
@@ -111,10 +112,11 @@ def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
             raise NotImplementedError(f"takes no {name} over latents, got {option}")
 
 
-def require_head_dim(head_dim: int, supported: tuple[int, ...] = HEAD_DIMS) -> None:
-    """Raise NotImplementedError unless the head width is in `supported`."""
+def require_head_dim(head_dim: int, supported: tuple[int, ...] = HEAD_DIMS, no_wider: str | None = None) -> None:
+    """Raise NotImplementedError unless the head width is in `supported`. `no_wider` is why it has no wider heads."""
     if head_dim not in supported:
-        raise NotImplementedError(f"takes heads of width {_listed(supported)}, got {head_dim}")
+        reason = f": {no_wider}" if no_wider and head_dim > max(supported) else ""
+        raise NotImplementedError(f"takes heads of width {_listed(supported)}, got {head_dim}{reason}")
 
 
 def require_page_size(page_size: int) -> None:

@@ -73,7 +73,8 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     else:
         unsupported.require_own_layout(call.kv)
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
-    unsupported.require_head_dim(call.head_dim, _head_dims(architecture, call.kv.k.dtype.itemsize))
+    no_wider = None if architecture == (9, 0) else unsupported.NO_WIDER_ON_BLACKWELL
+    unsupported.require_head_dim(call.head_dim, _head_dims(architecture, call.kv.k.dtype.itemsize), no_wider)
     unsupported.require_page_size(call.plan_page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(

@@ -14,5 +14,5 @@ from pallas_attn.ops.paged_prefill.mosaic_sm90 import attend, check_supported, c
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((10, 0))
     unsupported.require_own_layout(call.kv)
-    check_supported(call)
+    check_supported(call, unsupported.HEAD_DIMS, unsupported.NO_WIDER_ON_BLACKWELL)
     return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

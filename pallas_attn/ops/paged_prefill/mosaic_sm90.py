@@ -186,16 +186,17 @@ def attend(
     return flash_attention(loader, inputs, work, splits, sinks=call.sinks, **results)
 
 
-def check_supported(call: PagedPrefillCall, head_dims: tuple[int, ...] | None = None) -> None:
-    """Raise NotImplementedError if no Mosaic kernel of `paged_prefill` supports the call.
+def check_supported(call: PagedPrefillCall, head_dims: tuple[int, ...], no_wider: str | None = None) -> None:
+    """Raise NotImplementedError unless a Mosaic kernel of `paged_prefill` supports the call.
 
     Args:
-      head_dims: supported widths of heads; None for the widths of all kernels.
+      head_dims: supported widths of heads.
+      no_wider: why there are no wider heads.
     """
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
     unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
-    unsupported.require_head_dim(call.head_dim, head_dims or unsupported.HEAD_DIMS)
+    unsupported.require_head_dim(call.head_dim, head_dims, no_wider)
     unsupported.require_page_size(call.kv.plan_page_size)
     unsupported.require_soft_cap(call.soft_cap)
 

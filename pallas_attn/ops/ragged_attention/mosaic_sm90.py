@@ -138,16 +138,21 @@ def attend(
     return flash_attention(loader, inputs, work, splits, sinks=call.sinks, **results)
 
 
-def check_supported(call: RaggedAttentionCall, heads: Sequence[tuple[int, int]] = HEADS) -> None:
+def check_supported(
+    call: RaggedAttentionCall, heads: Sequence[tuple[int, int]] = HEADS, no_wider: str | None = None
+) -> None:
     """Raise NotImplementedError unless a Mosaic kernel of `ragged_attention` supports the call.
 
     Args:
       heads: supported widths of keys and values.
+      no_wider: why there are no wider heads.
     """
     unsupported.require_dtypes(call.q.dtype, call.k.dtype)
     if (call.q.shape[2], call.v.shape[2]) not in heads:
         widths = ", ".join(f"{keys}/{values}" for keys, values in heads)
-        raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
+        got = f"{call.q.shape[2]}/{call.v.shape[2]}"
+        reason = f": {no_wider}" if no_wider and max(call.q.shape[2], call.v.shape[2]) > max(map(max, heads)) else ""
+        raise NotImplementedError(f"takes keys and values of width {widths}, got {got}{reason}")
     unsupported.require_soft_cap(call.soft_cap)
 
 
