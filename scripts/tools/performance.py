@@ -114,7 +114,8 @@ def from_files(headings: list[str], rows: list[list[str]], files: list[set[str]]
 
 
 def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
-    """Format GPU, versions, rates, commit and link of a result file as one line of Markdown."""
+    """Format GPU, versions, rates, commit and link of a result file as one line of Markdown, with a remark if the run
+    ended before all of its cases."""
     report = read(stem)
     rates = report.get("rates") or next(iter(report.get("results", [{}]))).get("rates")
     versions = [f"jax {report['versions']['jax']}"]
@@ -128,7 +129,8 @@ def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
     changed = " with changes" if report.get("dirty") else ""
     where = f"commit `{report['commit'][:7]}`{changed}, {report['date']}"
-    return f"- {'; '.join(parts)}; {where}; [{stem}.json]({file})."
+    remark = "" if report.get("complete", True) else " The run ended early, so cases are missing."
+    return f"- {'; '.join(parts)}; {where}; [{stem}.json]({file}).{remark}"
 
 
 def cell(case: dict[str, Any], contender: str) -> str:
