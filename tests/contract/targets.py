@@ -129,6 +129,11 @@ CHOSEN_8BIT = PagedLatent(
     scale=jnp.asarray(2.0 ** np.random.default_rng(2).integers(-1, 2, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 64, seed=2),
 )
+RECORDS = PagedLatent(
+    pages=values(N, PS, 128, seed=1, dtype=jnp.float32).astype(jnp.float8_e4m3fn),
+    scale=jnp.asarray(2.0 ** np.random.default_rng(2).integers(-1, 2, (N, PS, 2)), jnp.float8_e8m0fnu),
+    rope=values(N, PS, 64, seed=2),
+)
 # Small integers: scores are exact in any order of summation, so all implementations must select the same keys.
 INDEX = PagedIndexKeys(jnp.asarray(np.random.default_rng(3).integers(-3, 4, (N, PS, 32)), jnp.bfloat16))
 INDEX_8BIT = PagedIndexKeys(
@@ -180,6 +185,16 @@ def chosen(cache: PagedLatent) -> dict[str, Any]:
     slots = np.stack([rng.permutation(N * PS)[:20] for _ in range(9)]).astype(np.int32)
     slots[3], slots[5, 7:], slots[6, ::3] = -1, -1, -1
     return {"q_latent": 8 * values(9, HQ, width), "q_rope": 8 * values(9, HQ, 64), "cache": cache, "slots": slots}
+
+
+def chosen_of_two(cache: PagedLatent) -> dict[str, Any]:
+    """Return arguments of `mla_sparse` with a second cache of two pages less, 17 slots of it per token, and sinks. Some
+    of these slots are outside the second pool, but not outside the first."""
+    rng, extra_cache = np.random.default_rng(7), jax.tree.map(lambda x: x[2:], cache)
+    extra_slots = np.stack([rng.permutation((N - 2) * PS)[:17] for _ in range(9)]).astype(np.int32)
+    extra_slots[2], extra_slots[6], extra_slots[7, ::2], extra_slots[4, ::5] = -1, -1, -1, N * PS - 1
+    sinks = values(HQ, dtype=jnp.float32)
+    return {**chosen(cache), "extra_cache": extra_cache, "extra_slots": extra_slots, "sinks": sinks}
 
 
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -259,6 +274,15 @@ TARGETS = {
     "choice": Target(select_top_k, {"scores": values(9, 70, dtype=jnp.float32)}, (), {"top_k": 20}, exact=True),
     "chosen latents": Target(mla_sparse, chosen(CHOSEN), ("slots",), {"sm_scale": 0.125, **LSE}),
     "chosen latents, 8 bits": Target(mla_sparse, chosen(CHOSEN_8BIT), ("slots",), {"sm_scale": 0.125, **LSE}),
+    "chosen latents of two caches": Target(
+        mla_sparse, chosen_of_two(CHOSEN), ("slots", "extra_slots"), {"sm_scale": 0.125, **LSE}
+    ),
+    "chosen records of two caches": Target(
+        mla_sparse,
+        {**without(chosen_of_two(RECORDS), "q_rope"), "q_latent": 8 * values(9, HQ, 192)},
+        ("slots", "extra_slots"),
+        {"q_rope": None, "sm_scale": 0.125, **LSE},
+    ),
     "write of index keys": Target(
         write_index_keys, {"index": INDEX, "keys": values(9, 32), "slots": SLOTS}, ("slots",), exact=True
     ),
