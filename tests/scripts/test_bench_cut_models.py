@@ -123,6 +123,29 @@ def test_read_bytes_of_flash():
     assert fp8 == 16 * (keys * (448 + 2 * 64 + 7) + 2 * 2048 * (128 + 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "dtype", "wanted"),
+    [
+        ("v4-flash", 4, None, {("window",): 4 * 1024, ("entries", "index"): 2 * (1024 + 256) / 4 + 1024 / 128}),
+        (
+            "v4-flash",
+            4,
+            "float8_e4m3fn",
+            {("window",): 4 * (448 + 7 + 128), ("entries", "index"): 2 * (583 + 132) / 4 + 583 / 128},
+        ),
+        ("gemma4-31b", 6, None, {1024: 5 * 2 * 16 * 256 * 2, None: 2 * 4 * 512 * 2}),
+    ],
+)
+def test_bytes_per_token_of_cache_groups(name, layers, dtype, wanted):
+    config, _ = cut(MODELS[name].config, layers)
+    model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))
+    work = CutWork((1,), (8192,), 4, MODELS[name].page_size, cache_dtype=dtype)
+    groups = [cut_models.of_group(model, group, work) for group in cut_models.empty_groups(config, work.page_size)]
+    assert {0, 1, 2, 3} <= {layer for group in groups for layer in group["layers"]}
+    found = {tuple(group["caches"]) or group["window"]: group["token_bytes"] for group in groups}
+    assert {key: found[key] for key in wanted} == wanted
+
+
 def test_read_bytes_of_gemma():
     config, _ = cut(MODELS["gemma4-31b"].config, 2)
     model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16))

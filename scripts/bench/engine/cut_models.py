@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from pallas_attn import PAGE_NONE
+from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.models.config import GEMMA_PRESETS, V4_PRESETS, DeepseekV4Config, Gemma4Config, YarnConfig
 from pallas_attn.models.config.deepseek_v4 import CSA_KIND, HASH_MOE, HCA_KIND, SCORED_MOE
 from pallas_attn.models.config.windows import GLOBAL_KIND, LOCAL_KIND
@@ -471,7 +471,7 @@ def run(
         "weight_bytes": weight_bytes(shapes),
         "cache_bytes": runner.cache_bytes,
         "table_pages": runner_config.table_pages,
-        "pages": [{"layers": list(group.layers), "pages": group.num_pages} for group in groups],
+        "groups": [of_group(shapes, group, work) for group in groups],
         "rates": dataclasses.asdict(rates),
         "made_s": made_s,
         "compile_s": runner.compile_s,
@@ -592,6 +592,21 @@ class DecodeBench:
 def shapes_of_model(config: CutConfig, settings: AttentionSettings, dtype: str) -> Decoder:
     """Return a model that has shapes in place of weights."""
     return nnx.eval_shape(lambda: Decoder(config, settings, dtype))
+
+
+def of_group(model: Decoder, group: GroupSizes, work: CutWork) -> dict[str, Any]:
+    """Return the size of a cache group: `layers`, `caches` ([] for whole caches), `pages` of each layer, `window` in
+    tokens (None without), and `token_bytes`, the bytes of a page of all its layers divided by the tokens of a page."""
+    specs = model.cache_specs(1, work.page_size, work.cache_dtype)
+    arrays = [array for layer in group.layers for name, array in specs[layer].arrays.items() if group.has_array(name)]
+    window = int(group.heads.window[0])
+    return {
+        "layers": list(group.layers),
+        "caches": list(group.caches),
+        "pages": group.num_pages,
+        "window": None if window >= FULL else window,
+        "token_bytes": sum(array.size * array.dtype.itemsize for array in arrays) / work.page_size,
+    }
 
 
 def weight_bytes(model: Decoder) -> int:

@@ -37,6 +37,7 @@ class IndexTopKCase:
 
     Attributes:
       cache: kind of the index keys, a key of `pools.CACHES`; or "fp8".
+      ratio: tokens per key: 1, or 4 for the entries of DeepSeek-V4. `page_size` counts keys.
     """
 
     batch: int
@@ -47,16 +48,23 @@ class IndexTopKCase:
     index_dim: int = 128
     top_k: int = 2048
     page_size: int = 64
+    ratio: int = 1
 
     @property
     def name(self) -> str:
         new = f" {self.new_tokens} new" if self.new_tokens > 1 else ""
-        sizes = f"h{self.heads}x{self.index_dim} B{self.batch}{new} {self.top_k} of {self.context}"
+        keys = f"{self.top_k} of {self.context}" + (f"/{self.ratio}" if self.ratio > 1 else "")
+        sizes = f"h{self.heads}x{self.index_dim} B{self.batch}{new} {keys}"
         return f"{sizes} p{self.page_size} {self.cache}"
 
     @property
+    def num_keys(self) -> int:
+        """Keys of a sequence."""
+        return self.context // self.ratio
+
+    @property
     def table_pages(self) -> int:
-        return -(-self.context // self.page_size)
+        return -(-self.num_keys // self.page_size)
 
     @property
     def spec(self) -> CacheSpec:
@@ -66,13 +74,13 @@ class IndexTopKCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the index keys of all tokens. The bytes of queries and results are not counted."""
-        return self.batch * self.context * self.pool_spec(1).bytes_per_page // self.page_size
+        """Bytes of all index keys. The bytes of queries and results are not counted."""
+        return self.batch * self.num_keys * self.pool_spec(1).bytes_per_page // self.page_size
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of the index scores, as if every new token saw all keys."""
-        return 2 * self.batch * self.new_tokens * self.context * self.heads * self.index_dim
+        return 2 * self.batch * self.new_tokens * self.num_keys * self.heads * self.index_dim
 
     def pool_spec(self, num_pages: int) -> CacheSpec:
         """Return the shapes of a pool of `num_pages` pages."""
@@ -106,7 +114,8 @@ def inputs(case: IndexTopKCase, pools: Pools) -> ChainInputs:
 
 def ours(implementation: str, case: IndexTopKCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
-        return None, index_top_k(**shared, **own, top_k=case.top_k, implementation=implementation)
+        rest: Any = {"top_k": case.top_k, "ratio": case.ratio, "implementation": implementation}
+        return None, index_top_k(**shared, **own, **rest)
 
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.shared)
 
@@ -118,7 +127,15 @@ BENCH = Bench(
             *(IndexTopKCase(8, 131072, cache) for cache in ("bf16", "fp8")),
             IndexTopKCase(1, 32768, new_tokens=512),
         ],
-        "small": [IndexTopKCase(2, 64, cache, 2, 3, 16, 16, 16) for cache in ("f32", "fp8")],
+        # The published sizes of DeepSeek-V4 select 512 or 1,024 entries of 4 tokens.
+        "v4": [
+            IndexTopKCase(batch, context, cache, top_k=top_k, ratio=4)
+            for cache, batch, context in itertools.product(("bf16", "fp8"), (1, 16, 128), (8192, 131072, 1048576))
+            if batch * context <= 2**24
+            for top_k in (512, 1024)
+        ]
+        + [IndexTopKCase(1, context, new_tokens=2048, top_k=512, ratio=4) for context in (8192, 65536)],
+        "small": [IndexTopKCase(2, 64, cache, 2, 3, 16, 16, 16, ratio) for cache, ratio in (("f32", 1), ("fp8", 4))],
     },
     contenders=by_name(ours),
     inputs=inputs,

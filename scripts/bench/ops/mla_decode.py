@@ -100,6 +100,16 @@ a value and the 128 rotated columns of the key. Each of 4 KV heads is a sequence
 support only 64 rotated columns, so the cases with 64 are a lower bound of their time.
 """
 
+DENSE_V3 = tuple(
+    MlaDecodeCase(MlaDecode(batch, context, heads), cache)
+    for cache, batch, heads, context in itertools.product(
+        ("bf16", "fp8"), (1, 16, 128), (64, 128), (8192, 32768, 131072, 1048576)
+    )
+    if batch * context <= 2**24
+)
+"""A dense layer of DeepSeek-V3, for the comparison with the layers of DeepSeek-V4 (grid "v4" of `mla_sparse`) at equal
+numbers of tokens."""
+
 BENCH = Bench(
     grids={
         "mla": _grid(varied=False),
@@ -112,6 +122,7 @@ BENCH = Bench(
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "mla-uneven": UNEVEN,
         "one-cache": ONE_CACHE,
+        "dense-v3": list(DENSE_V3),
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },

@@ -39,9 +39,10 @@ BENCH = Bench(
             for (cache, *widths), batch, heads in itertools.product(V4_CACHES, (1, 16, 128), (64, 128))
             for entries, chosen in ((2048, 512), (32768, 1024), (256, 256), (1024, 1024), (8192, 8192))
         ],
+        # 2,048 new tokens after 8k or 64k tokens: the entries of CSA, then those of HCA.
         "v4-prefill": [
-            MlaSparseCase(1, entries, heads, top_k=chosen, rope_dim=0, window=128, new_tokens=2048)
-            for heads in (64, 128)
+            MlaSparseCase(1, entries, heads, cache, chosen, *widths, window=128, new_tokens=2048)
+            for (cache, *widths), heads in itertools.product(V4_CACHES, (64, 128))
             for entries, chosen in ((2048, 512), (16384, 1024), (64, 64), (512, 512))
         ],
         "small": [MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")],
