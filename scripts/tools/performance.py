@@ -539,6 +539,21 @@ def cache_costs(stem: str, cached: str) -> Callable[[str], str]:
     return write
 
 
+def index_key_costs(stem: str) -> Callable[[str], str]:
+    """Table of the effect of rounded index keys (index_key_costs.py). Rows: models; columns: roundings."""
+
+    def write(document: str) -> str:
+        rows: dict[str, dict[str, str]] = {}
+        for case in read(stem)["cases"]:
+            share = case["kept"] / case["selected"]
+            rows.setdefault(case["model"], {})[case["cache"]] = f"{share:.1%}; {cost_cell(case)}"
+        names = list(next(iter(rows.values())))
+        cells = [[f"`{model}`", *(row[name] for name in names)] for model, row in rows.items()]
+        return table(["model", *names], cells) + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
 def cost_cell(case: dict[str, Any]) -> str:
     moved = f"{case['rms']:.2g}, {case['largest']:.2g}"
     return f"{moved}; {case['kl_mean']:.1e}; {case['equal_tokens']:.0%}"
@@ -598,6 +613,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
+    "index-key-costs": index_key_costs("index_key_costs"),
     "engine-shared-prefix": shared_prefix("engine_shared_prefix_nvidia_h200"),
     "engine-head-windows": head_windows("engine_head_windows_nvidia_h200"),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn import PagedIndexKeys
-from scripts.tools import index_key_costs
+from scripts.tools import cache_costs, index_key_costs
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -52,3 +54,10 @@ def test_selected_entries_are_counted(factor: float, kept: int):
 def queries(index: PagedIndexKeys) -> tuple:
     lens, tables = jnp.asarray([4, 4], jnp.int32), jnp.asarray([[0], [1]], jnp.int32)
     return jnp.ones((6, 1, 1)), jnp.ones((6, 1)), index, tables, jnp.asarray([0, 3, 6], jnp.int32), lens
+
+
+def test_the_published_report_has_all_roundings():
+    report = json.loads((cache_costs.ROOT / "benchmarks" / "results" / "index_key_costs.json").read_text())
+    assert [(case["model"], case["cache"]) for case in report["cases"]] == [
+        (model, name) for model in ("v4", "v4-published") for name in index_key_costs.ROUNDINGS
+    ]
