@@ -339,7 +339,7 @@ def _attend(
             acc = acc * tl.load(v_scale_ptr + head * DV + d, mask=d < DV, other=0.0)[None, :]
         held = real_row[:, None] & (d < DV)[None, :]
         store_result(
-            *(acc, top, total, out_row, q_head, held, real_row),
+            *(acc, top, total, out_row, q_head, held, real_row, real_row),
             *(sinks_ptr, out_ptr, lse_ptr, d, DV, SCORE_SCALE),
         )
 

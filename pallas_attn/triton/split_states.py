@@ -6,13 +6,16 @@ more, by up to 1/64 near 5e5.
 
 `_merge` combines partial states in the order of their splits:
 
-    for split in splits of the row:
-        top, total, factors = merge_step(split's top and total, top, total)
-        acc = acc * keep + split's acc * others              # [query_rows, columns]
+    for split in splits of the row, LOADED at a time:
+        load the states of LOADED splits
+        for each of them:
+            top, total, factors = merge_step(split's top and total, top, total)
+            acc = acc * keep + split's acc * others          # [query_rows, columns]
     out, lse = acc / (total + sink), top + log2(total)
 
-It runs as a second kernel, so it needs no barrier. No two programs write the same query row. The query rows of a KV
-head are query-major: the heads of its group for one query are neighbours.
+It runs as a second kernel, so it needs no barrier. A program merges some query rows of a row of the plan and a slice of
+their columns (`MergeTile`). No two programs write the same value. The query rows of a KV head are query-major: the
+heads of its group for one query are neighbours.
 """
 
 from __future__ import annotations
@@ -34,7 +37,45 @@ from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import DecodePlan
 
 MERGE_ELEMENTS = 4096
-"""Accumulator values that a program merges at a time: 32 for each of its 128 threads."""
+"""Maximum number of accumulator values of a program of the merge, and of values that it loads before it merges them: 32
+for each of its 128 threads."""
+
+LEAST_MERGE_ELEMENTS = 128
+"""Minimum number of accumulator values of a program of the merge: one for each of its 128 threads."""
+
+MOST_LOADED_SPLITS = 8
+"""Maximum number of splits whose states a program of the merge loads before it merges them."""
+
+
+class MergeTile(NamedTuple):
+    """Part of the output that one program of the merge computes.
+
+    Attributes:
+      rows: number of query rows.
+      columns: number of columns.
+      loaded_splits: number of splits whose states are loaded before they are merged.
+    """
+
+    rows: int
+    columns: int
+    loaded_splits: int
+
+    @staticmethod
+    def of(plan_rows: int, query_rows: int, width: int, multiprocessors: int) -> MergeTile:
+        """Return the largest tile with which each multiprocessor has a program, or else the smallest tile.
+
+        A small tile has its loads of several splits in flight at the same time, because its time is mostly latency.
+
+        Args:
+          plan_rows: number of rows of the plan.
+          query_rows: query rows of a row of the plan.
+          width: columns of a value.
+        """
+        padded, elements = power_of_two(width), MERGE_ELEMENTS
+        while elements > LEAST_MERGE_ELEMENTS and plan_rows * -(-query_rows * padded // elements) < multiprocessors:
+            elements //= 2
+        columns = min(padded, elements)
+        return MergeTile(elements // columns, columns, min(MOST_LOADED_SPLITS, MERGE_ELEMENTS // elements))
 
 
 def partial_states(plan: DecodePlan, table_pages: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
@@ -95,25 +136,27 @@ def merge_splits(
       scale: factor that makes `top` a natural-log score: the softmax scale, or 1 for soft-capped scores.
     """
     (batch, num_queries, q_heads), width = lse.shape, out.shape[-1]
-    num_rows = plan.row_order.shape[0]
-    kv_heads, columns = num_rows // batch, power_of_two(width)
-    rows = max(1, MERGE_ELEMENTS // columns)
+    num_rows, card = plan.row_order.shape[0], device.triton_card()
+    kv_heads = num_rows // batch
+    query_rows = num_queries * q_heads // kv_heads
+    tile = MergeTile.of(num_rows, query_rows, width, card.multiprocessors or 1)
     out, lse = launch(
         _merge,
         *(out, lse, *partial, sinks, plan.row_order, plan.merged_rows, plan.split_indptr, num_rows),
         outputs=[out, lse],
-        grid=(num_rows, -(-(num_queries * q_heads // kv_heads) // rows)),
+        grid=(num_rows, -(-query_rows // tile.rows), -(-width // tile.columns)),
         constants={
             "QUERIES": num_queries,
             "Q_HEADS": q_heads,
             "KV_HEADS": kv_heads,
             "D": width,
-            "ROWS": rows,
-            "WIDTH": columns,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "LOADED": tile.loaded_splits,
             "SCALE": scale,
         },
         # On Hopper the assembler may spill a few registers so that one more program fits, which was faster.
-        max_registers=None if device.triton_card().capability == (9, 0) else 255,
+        max_registers=None if card.capability == (9, 0) else 255,
         aliases={0: 0, 1: 1},
     )
     return out, lse
@@ -138,7 +181,8 @@ def _merge(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOADED: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
@@ -146,23 +190,33 @@ def _merge(
     if place < rows:
         row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         real_row = row_in_group < QUERIES * GROUP
-        d = tl.arange(0, WIDTH)
+        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         held = real_row[:, None] & (d < D)[None, :]
         sequence, head = sequence_and_head(row_order_ptr, place, KV_HEADS)
         q_head = head * GROUP + row_in_group % GROUP
         out_row = (sequence.to(tl.int64) * QUERIES + row_in_group // GROUP) * Q_HEADS + q_head
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        for split in range(tl.load(split_indptr_ptr + place), tl.load(split_indptr_ptr + place + 1)):
-            state = tl.cast(split, tl.int64) * (QUERIES * GROUP) + row_in_group
-            other_top = tl.load(part_top_ptr + state, mask=real_row, other=float("-inf"))
-            other_total = tl.load(part_total_ptr + state, mask=real_row, other=0.0)
-            part = tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held, other=0.0)
-            top, total, keep, others = merge_step(other_top, other_total, top, total, SCALE)
-            part = tl.where((other_total != 0)[:, None], part, 0.0)  # a split without visible keys may contain 0 · inf
-            acc = acc * keep[:, None] + part * others[:, None]
-        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D, SCALE)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        end = tl.load(split_indptr_ptr + place + 1)
+        for first in range(tl.load(split_indptr_ptr + place), end, LOADED):
+            tops, totals, parts = (), (), ()
+            for i in tl.static_range(LOADED):
+                exists = first + i < end
+                state = tl.cast(first + i, tl.int64) * (QUERIES * GROUP) + row_in_group
+                loaded = real_row & exists
+                tops += (tl.load(part_top_ptr + state, mask=loaded, other=float("-inf")),)
+                totals += (tl.load(part_total_ptr + state, mask=loaded, other=0.0),)
+                parts += (tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held & exists, other=0.0),)
+            for i in tl.static_range(LOADED):  # a split past the end changes nothing: its weight is 0
+                top, total, keep, others = merge_step(tops[i], totals[i], top, total, SCALE)
+                # A split without visible keys may contain 0 · inf.
+                part = tl.where((totals[i] != 0)[:, None], parts[i], 0.0)
+                acc = acc * keep[:, None] + part * others[:, None]
+        stores_lse = real_row & (tl.program_id(2) == 0)
+        store_result(
+            acc, top, total, out_row, q_head, held, real_row, stores_lse, sinks_ptr, out_ptr, lse_ptr, d, D, SCALE
+        )
 
 
 @kernel
@@ -188,6 +242,7 @@ def store_result(
     q_head,
     held,
     real_row,
+    stores_lse,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -203,6 +258,7 @@ def store_result(
       q_head: [rows], query heads, which index the sink logits.
       held: [rows, columns], mask of the values that exist.
       real_row: [rows], mask of the rows that exist.
+      stores_lse: [rows], mask of the rows whose LSE is stored.
       d: [columns], column numbers.
       SCALE: as in `softmax_step`.
     """
@@ -211,7 +267,7 @@ def store_result(
         sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
     inverse, lse = softmax_result(top, total, sink, SCALE)
     store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
-    tl.store(lse_ptr + out_row, lse, mask=real_row)
+    tl.store(lse_ptr + out_row, lse, mask=stores_lse)
 
 
 @kernel

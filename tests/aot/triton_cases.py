@@ -118,9 +118,10 @@ def mla_decode(
     queries: int = 1,
     tree: bool = False,
     fixed: bool = False,
+    batch: int = 16,
     **options: Any,
 ) -> TritonCase:
-    """Return a case of `mla_decode` with 16 sequences.
+    """Return a case of `mla_decode` with `batch` sequences.
 
     Args:
       cache: kind of cache, an argument of `latents`.
@@ -129,7 +130,7 @@ def mla_decode(
       options: further arguments of the call.
 
     """
-    batch, table_pages = 16, 4096 // page_size
+    table_pages = 4096 // page_size
     q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
     ints = functools.partial(shape, dtype=jnp.int32)
     arguments = {
@@ -171,6 +172,9 @@ MLA_DECODE = {
     "mla-decode-fp8-alone-h16": mla_decode("fp8-alone", 16, 512, 128),
     "mla-decode-fp8-alone-h128": mla_decode("fp8-alone", 128),
     "mla-decode-fp8-alone-drafts-window-cap": mla_decode("fp8-alone", queries=4, window=1024, soft_cap=30.0),
+    **{  # the tiles of the merge for few query rows
+        f"mla-decode-bf16-h16-b{batch}": mla_decode(batch=batch) for batch in (1, 8, 32, 64)
+    },
     "mla-decode-bf16-p1": mla_decode(page_size=1),
     "mla-decode-f16": mla_decode("f16"),
     "mla-decode-f16-h128-f32": mla_decode("f16", 128, page_size=128, out_dtype=jnp.float32),

@@ -278,7 +278,7 @@ def _attend(
             acc = acc * tl.load(v_scale_ptr + head * DV + dv, mask=real_dv, other=0.0)[None, :]
         if (page == 0) & (stop >= num_pages):
             store_result(
-                *(acc, top, total, out_row, q_head, held, real_row),
+                *(acc, top, total, out_row, q_head, held, real_row, real_row),
                 *(sinks_ptr, out_ptr, lse_ptr, dv, DV, SCORE_SCALE),
             )
         else:
