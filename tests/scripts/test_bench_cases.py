@@ -67,6 +67,14 @@ def test_varied_contexts_have_a_deviation_of_half_the_mean():
     assert case.table_pages * 64 >= case.lens.max()
 
 
+def test_lognormal_contexts_have_few_long_sequences():
+    case = MlaDecodeCase(MlaDecode(2000, 1000, 16, queries=2), lognormal=True)
+    assert case.lens.mean() == pytest.approx(1000, rel=0.05)
+    assert np.log(case.lens).std() == pytest.approx(0.8, rel=0.05)
+    assert np.median(case.lens) < 800
+    assert case.num_bytes == 2 * 576 * case.lens.sum()
+
+
 @pytest.mark.parametrize(("num_bytes", "flops", "calls"), [(1, 1, 16), (4_800_000_000, 0, 2), (0, 4 * 10**11, 4)])
 def test_chains_last_long_enough(num_bytes, flops, calls):
     assert RaggedAttentionCase(RaggedPrefill(1, 1, 1, 1, 1, 8, 8)).calls(num_bytes, flops) == calls

@@ -378,6 +378,16 @@ def test_cases_of_a_grid_have_unique_names_and_floors(operation):
         json.dumps([dataclasses.asdict(case) for case in grid])
 
 
+@pytest.mark.parametrize(
+    ("operation", "tuned"), [("mla_decode", "between-tiles"), ("paged_decode", "few-long"), ("mla_sparse", "few-rows")]
+)
+def test_held_out_cases_are_in_no_other_grid(operation, tuned):
+    grids = dict(session.load(operation).grids)
+    held_out = {case.name for case in grids.pop(f"{tuned}-held-out")}
+    assert tuned in grids
+    assert not held_out & {case.name for grid in grids.values() for case in grid}
+
+
 def test_quick_grids_are_quick():
     quick = paged_decode.GRIDS["gqa-quick"]
     assert {case.cache for case in quick} == {"bf16", "int8-head", "fp8-head"}

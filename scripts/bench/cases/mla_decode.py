@@ -26,6 +26,9 @@ from scripts.bench.harness.pools import (
 )
 from scripts.bench.shapes import MlaDecode
 
+LOG_DEVIATION = 0.8
+"""Standard deviation of the logarithm of lognormal lengths."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodeInputs:
@@ -51,16 +54,20 @@ class MlaDecodeCase:
       shape: shape of the step.
       cache: kind of cache, a key of `pools.CACHES`; or "fp8".
       varied: whether lengths differ, with mean `context` and standard deviation `context` / 2.
+      lognormal: whether lengths differ and are drawn from a lognormal distribution with mean `context` and a standard
+        deviation of 0.8 of their logarithm, so that few sequences have most of the tokens.
     """
 
     shape: MlaDecode
     cache: str = "bf16"
     varied: bool = False
+    lognormal: bool = False
 
     @property
     def name(self) -> str:
         s = self.shape
-        parts = [f"{s.latent_dim}+{s.rope_dim}", f"h{s.heads} B{s.batch}", f"{'~' * self.varied}{s.context}"]
+        context = f"{'~' * self.varied}{'lognormal ' * self.lognormal}{s.context}"
+        parts = [f"{s.latent_dim}+{s.rope_dim}", f"h{s.heads} B{s.batch}", context]
         return " ".join([*parts, f"p{s.page_size}", *([f"Q{s.queries}"] if s.queries > 1 else []), self.cache])
 
     @property
@@ -84,9 +91,13 @@ class MlaDecodeCase:
     def lens(self) -> np.ndarray:
         """Number of tokens per sequence."""
         s = self.shape
-        if not self.varied:
+        rng = np.random.default_rng(0)
+        if self.lognormal:
+            drawn = rng.lognormal(np.log(s.context) - LOG_DEVIATION**2 / 2, LOG_DEVIATION, s.batch)
+        elif self.varied:
+            drawn = rng.normal(s.context, s.context / 2, s.batch)
+        else:
             return np.full(s.batch, s.context, np.int32)
-        drawn = np.random.default_rng(0).normal(s.context, s.context / 2, s.batch)
         return np.maximum(drawn, s.queries).astype(np.int32)
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_attn import mla_decode, plan_decode
 from scripts.bench import shapes
@@ -18,15 +20,25 @@ from scripts.bench.peers import flash_attention, flash_mla, flashinfer_mla, sgla
 from scripts.bench.shapes import MlaDecode
 
 
-def ours(implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time one of our implementations. The plan is made before the calls and not timed, because an engine makes one
-    plan per step for all layers.
+def ours(
+    implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch, *, planned: bool = True
+) -> Timing:
+    """Time one of our implementations.
+
+    Args:
+      planned: whether calls receive a plan. It is made before the calls and not timed, because an engine makes one plan
+        per step for all layers. Without it, each call makes its plan. Then each call also has its own array of lengths,
+        because XLA computes equal plans of a program once.
     """
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
 
-    shared: dict[str, Any] = {"cache": arrays.cache, "kv_lens": arrays.kv_lens}
+    shared: dict[str, Any] = {"cache": arrays.cache}
+    if not planned:
+        owns = [own | {"kv_lens": jnp.array(arrays.kv_lens)} for own in arrays.owns]
+        return stopwatch.chain(call, chain_of(implementation, owns), shared=shared)
+    shared["kv_lens"] = arrays.kv_lens
     shared["plan"] = jax.jit(
         lambda shared, own: plan_decode(
             (own["q_latent"], own["q_rope"]),
@@ -89,6 +101,30 @@ UNEVEN = (
 )
 """Cases whose pages cannot be divided evenly among the CTAs."""
 
+BETWEEN_TILES = (
+    MlaDecodeCase(MlaDecode(18, 6500, 40)),
+    MlaDecodeCase(MlaDecode(33, 1300, 48, 2), lognormal=True),
+    *(MlaDecodeCase(MlaDecode(32, 4096, heads)) for heads in (24, 28, 40, 48, 56, 80, 96)),
+    *(MlaDecodeCase(MlaDecode(32, 4096, heads), "fp8") for heads in (28, 40, 48, 56, 80, 96)),
+    *(MlaDecodeCase(MlaDecode(1, 16384, heads)) for heads in (40, 96)),
+)
+"""Query heads whose number is no multiple of 64, the rows of a tile of Hopper's kernels."""
+
+BETWEEN_TILES_HELD_OUT = (
+    MlaDecodeCase(MlaDecode(11, 9200, 40), lognormal=True),
+    MlaDecodeCase(MlaDecode(27, 3100, 48)),
+    MlaDecodeCase(MlaDecode(6, 17000, 56), lognormal=True),
+    MlaDecodeCase(MlaDecode(52, 1900, 80)),
+    MlaDecodeCase(MlaDecode(14, 5200, 96), lognormal=True),
+    MlaDecodeCase(MlaDecode(21, 2300, 48, 2)),
+    MlaDecodeCase(MlaDecode(9, 7700, 24, 2), lognormal=True),
+    MlaDecodeCase(MlaDecode(40, 2700, 28)),
+    MlaDecodeCase(MlaDecode(11, 9200, 40), "fp8", lognormal=True),
+    MlaDecodeCase(MlaDecode(37, 2900, 56), "fp8"),
+    MlaDecodeCase(MlaDecode(13, 6100, 96), "fp8", lognormal=True),
+)
+"""Cases that check what was tuned on `BETWEEN_TILES`. Choose no setting by their times."""
+
 ONE_CACHE = tuple(
     MlaDecodeCase(MlaDecode(4 * batch, context, 8, rope_dim=rope_dim))
     for rope_dim, context, batch in itertools.product((128, 64), (8192, 131072), (64, 8, 1))
@@ -121,12 +157,15 @@ BENCH = Bench(
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "mla-uneven": UNEVEN,
+        "between-tiles": BETWEEN_TILES,
+        "between-tiles-held-out": BETWEEN_TILES_HELD_OUT,
         "one-cache": ONE_CACHE,
         "dense-v3": list(DENSE_V3),
         "models": [MlaDecodeCase(shape) for shape in shapes.MLA_DECODE.values()],
         "small": [MlaDecodeCase(MlaDecode(2, 64, 3, 2, 32, 8, 16), cache) for cache in ("f32", "bf16")],
     },
     contenders=by_name(ours)
+    | {f"{name}-unplanned": functools.partial(ours, name, planned=False) for name in ("mosaic", "triton")}
     | flashinfer_mla.CONTENDERS
     | flash_mla.CONTENDERS
     | flash_attention.MLA_CONTENDERS

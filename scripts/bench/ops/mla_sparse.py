@@ -23,6 +23,25 @@ def ours(implementation: str, case: MlaSparseCase, arrays: ChainInputs, stopwatc
 V4_CACHES = (("bf16", 512, 0), ("fp8-v4", 448, 64))
 """Caches of DeepSeek-V4 with the widths of unrotated and rotated columns. 16-bit caches do not separate them."""
 
+FEW_ROWS = (
+    MlaSparseCase(9, 60032, 64, "fp8"),
+    MlaSparseCase(3, 100032, 128, "fp8", top_k=1024),
+    *(MlaSparseCase(rows, 65536, heads, "fp8") for rows, heads in itertools.product((1, 2, 4, 8, 16), (64, 128))),
+    *(MlaSparseCase(4, 65536, heads, "fp8") for heads in (40, 96)),
+)
+"""Decode steps of few sequences over fp8 latents."""
+
+FEW_ROWS_HELD_OUT = (
+    MlaSparseCase(5, 45056, 64, "fp8"),
+    MlaSparseCase(2, 81984, 128, "fp8", top_k=1024),
+    MlaSparseCase(12, 30080, 128, "fp8"),
+    MlaSparseCase(16, 120000, 64, "fp8", top_k=1024),
+    MlaSparseCase(1, 70016, 128, "fp8"),
+    MlaSparseCase(7, 50048, 80, "fp8"),
+    MlaSparseCase(3, 40000, 48, "fp8", top_k=1536),
+)
+"""Cases that check what was tuned on `FEW_ROWS`. Choose no setting by their times."""
+
 BENCH = Bench(
     grids={
         "sparse": [
@@ -33,6 +52,8 @@ BENCH = Bench(
             MlaSparseCase(1, context, heads, cache, new_tokens=2048)
             for cache, heads, context in itertools.product(("bf16", "fp8"), (128, 64), (8192, 32768, 131072))
         ],
+        "few-rows": FEW_ROWS,
+        "few-rows-held-out": FEW_ROWS_HELD_OUT,
         # CSA selects 512 or 1,024 entries; HCA attends to all entries of 128 tokens each.
         "v4": [
             MlaSparseCase(batch, entries, heads, cache, chosen, *widths, window=128)

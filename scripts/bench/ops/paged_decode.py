@@ -111,6 +111,15 @@ def _layouts() -> list[DecodeCase]:
     ]
 
 
+def _few_long(sizes: Iterable[tuple[int, int, int]]) -> list[DecodeCase]:
+    """Return cases of few long sequences with pages of 16 tokens and 2 KV heads.
+
+    Args:
+      sizes: sequences, tokens of a sequence, query heads.
+    """
+    return [DecodeCase(Decode(*size, 2, 128, page_size=16)) for size in sizes]
+
+
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
     """Sort cases so that cases that can share a page pool follow each other."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
@@ -127,6 +136,9 @@ GRIDS = {
         DecodeCase(Decode(batch, 32768, 32, 8, 128, page_size=page_size), varied=True)
         for page_size, batch in itertools.product((64, 16), (4, 16, 64))
     ],
+    "few-long": _few_long([(1, 40000, 16), (1, 131072, 16), (2, 32768, 16), (4, 16384, 16), (1, 40000, 8)]),
+    # Cases that check what was tuned on "few-long". Choose no setting by their times.
+    "few-long-held-out": _few_long([(1, 57000, 16), (3, 26000, 16), (2, 93000, 16), (5, 11000, 16), (1, 23000, 8)]),
     "triton-peers": [
         DecodeCase(Decode(64, 8192, 32, 8, 128, page_size=16)),
         DecodeCase(Decode(256, 8192, 14, 1, 128)),
