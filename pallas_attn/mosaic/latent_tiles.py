@@ -96,7 +96,8 @@ class RowInputs(NamedTuple):
     """Operands of an MLA decode kernel.
 
     The query rows of a sequence are padded to a multiple of `rows`, the number of query rows that one CTA or cluster
-    processes; `blocks` is the number of such groups.
+    processes; `blocks` is the number of such groups. `tile_rows` is the number of query rows of a kernel's tile. If it
+    is larger than `rows`, rows of the tile after the rows of the block are computed, but not stored.
 
     Attributes:
       q_latent, q_rope: [B, blocks·rows, L] and [B, blocks·rows, R].
@@ -107,8 +108,8 @@ class RowInputs(NamedTuple):
       kv_lens: int32 [B], tokens of each sequence, including its queries.
       q_lens: int32 [B], queries of each sequence; None if every sequence has `LatentTiles.queries` queries.
       plan: assignment of KV splits to CTAs.
-      seen: int32 [B, blocks·rows], visibility mask of each query row: bit j for draft key j, bit OLDER_BIT for all
-        older keys. None if every sequence has all queries and visibility is causal.
+      seen: int32 [B, (blocks - 1)·rows + tile_rows], visibility mask of each query row: bit j for draft key j, bit
+        OLDER_BIT for all older keys. None if every sequence has all queries and visibility is causal.
       seen_by_any: int32 [B], bitwise OR of the masks of a sequence's query rows; None if `seen` is None.
     """
 

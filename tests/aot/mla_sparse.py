@@ -153,6 +153,7 @@ def configurations() -> Iterator[Configuration]:
         yield Configuration(256, 64, quantised=quantised)
         yield Configuration(128, 64, quantised=quantised)
         yield Configuration(heads=20, out=jnp.float32, quantised=quantised)
+        yield Configuration(heads=96, quantised=quantised)
     for quantised, heads, tokens in itertools.product((False, True), (16, 64, 128), (8, 128, 2048)):
         yield Configuration(heads=heads, tokens=tokens, quantised=quantised, extra=True)
     yield Configuration(320, 20, out=jnp.float32, quantised=True, extra=True)

@@ -147,6 +147,12 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(latent_dim, heads=heads, quantised=True)
         yield Configuration(heads=heads, page_size=16, quantised=True)
         yield Configuration(heads=heads, out=jnp.float32, quantised=True)
+    for heads in (40, 96):  # blocks of 40 and 48 query rows
+        yield Configuration(heads=heads)
+        yield Configuration(heads=heads, out=jnp.float32)
+    yield Configuration(256, 32, heads=40, page_size=16)
+    for heads in (32, 40, 48, 56):
+        yield Configuration(heads=heads, quantised=True)
 
 
 CONFIGURATIONS = list(configurations())
@@ -167,6 +173,17 @@ def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = F
 def without(configuration: Configuration, *names: str) -> DeferredCase:
     """Return a case without the optional arguments `names`."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
+
+
+@deferred
+def two_kernels(heads: int, queries: int = 1, *, quantised: bool = False) -> DeferredCase:
+    """Return a call with a plan and without LSE. It must launch the attention kernel, the merge kernel and XLA's kernel
+    that clips `kv_lens`, which calls with the same lengths share.
+    """
+    configuration = Configuration(heads=heads, quantised=quantised)
+    given = {k: v for k, v in configuration.arguments(queries).items() if k not in ("q_lens", "draft_mask")}
+    decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, implementation="mosaic")
+    return configuration.case(given).replace(function=decode, launches=3, tile=None)
 
 
 LAYERS = 4
@@ -214,6 +231,13 @@ UNLIKE: dict[str, DeferredCase] = {
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
+TWO_KERNELS: dict[str, DeferredCase] = {
+    **{f"mla-decode-two-kernels-h{heads}": two_kernels(heads) for heads in (24, 40, 48, 56, 80, 96, 128)},
+    "mla-decode-two-kernels-h48-q2": two_kernels(48, 2),
+    **{f"mla-decode-two-kernels-h{heads}-fp8": two_kernels(heads, quantised=True) for heads in (40, 48, 56, 80, 96)},
+    "mla-decode-two-kernels-h48-q2-fp8": two_kernels(48, 2, quantised=True),
+}
+
 MLA_TWO_WARPGROUP: dict[str, DeferredCase] = {
     str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
@@ -224,5 +248,6 @@ MLA_TWO_WARPGROUP: dict[str, DeferredCase] = {
 MLA_TWO_WARPGROUP_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
+    **TWO_KERNELS,
 }
-"""Cases with all configurations, and all calls of `UNLIKE`."""
+"""Cases with all configurations, all calls of `UNLIKE`, and `TWO_KERNELS`."""

@@ -67,19 +67,19 @@ SHAPES = {
 }
 
 
-def call(arrays: dict[str, Any], variant: Variant) -> tuple[jax.Array, jax.Array]:
-    return harness.compiled(mla_decode, variant, sm_scale=SM_SCALE, return_lse=True)(**arrays)
+def call(arrays: dict[str, Any], variant: Variant, **static: Any) -> tuple[jax.Array, jax.Array]:
+    return harness.compiled(mla_decode, variant, sm_scale=SM_SCALE, return_lse=True, **static)(**arrays)
 
 
 def draw(case: MlaCase) -> Inputs:
     return Inputs.draw(case, harness.fresh_rng())
 
 
-def check(inputs: Inputs, variant: Variant) -> None:
+def check(inputs: Inputs, variant: Variant, **static: Any) -> None:
     """Compare the result for poisoned inputs with numpy."""
     arguments = inputs.arguments()
     plan = backends.plan_of(backends.MOSAIC, arguments, num_programs=3, mode="balanced")
-    got = call(arguments | {"plan": plan}, variant)
+    got = call(arguments | {"plan": plan}, variant, **static)
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(inputs.case.dtype))
 
 
@@ -119,6 +119,28 @@ def test_cluster_of_two_blocks() -> None:
     check(draw(case), CLUSTER)
 
 
+# Blocks with fewer query rows than a tile. The plan gives some sequences one split and others several.
+PARTLY_FILLED = {
+    "one block of 40": (replace(ONE_BLOCK, heads=40), None),
+    "one block of 40, float32 output": (replace(ONE_BLOCK, heads=40), "float32"),
+    "two queries in two blocks of 48": (
+        replace(ONE_BLOCK, kv_lens=(2, 70, 300), queries=2, heads=48, latent_dim=128),
+        None,
+    ),
+    "draft trees in two blocks of 48, float32 output": (replace(TREE, heads=32), "float32"),
+    "padded rows in two blocks of 40": (replace(ONE_BLOCK, heads=73, latent_dim=128), None),
+}
+
+
+@slow_cases(
+    "interpreted-one block of 40", "interpreted-two queries in two blocks of 48",
+    "interpreted-draft trees in two blocks of 48, float32 output", "interpreted-padded rows in two blocks of 40",
+)  # fmt: skip
+@pytest.mark.parametrize(("case", "out_dtype"), PARTLY_FILLED.values(), ids=PARTLY_FILLED)
+def test_blocks_with_fewer_rows_than_a_tile(case: MlaCase, out_dtype: str | None) -> None:
+    check(draw(case), CLUSTER, out_dtype=out_dtype)
+
+
 FP8 = replace(ONE_BLOCK, cache_dtype="float8_e4m3fn", latent_dim=256)
 FP8_CASES = {
     "one block": replace(FP8, absent_pages=True),
@@ -127,12 +149,15 @@ FP8_CASES = {
     ),
     "halves that split the columns of a scale": replace(FP8, kv_lens=(70, 0, 200), latent_dim=384, page_size=64),
     "two blocks": replace(FP8, kv_lens=(2, 65, 300), queries=2, heads=64, page_size=32, pages_per_row=10, num_pages=40),
+    "two queries in two blocks of 48": replace(FP8, kv_lens=(2, 65, 300), queries=2, heads=48, latent_dim=128),
+    "two padded blocks of 40": replace(FP8, kv_lens=(70, 0, 200), heads=73, latent_dim=128),
 }
 
 
 @slow_cases(
     "interpreted-halves that split the columns of a scale", "interpreted-one block", "interpreted-two blocks",
-    "interpreted-draft trees, tiles of four pages",
+    "interpreted-draft trees, tiles of four pages", "interpreted-two queries in two blocks of 48",
+    "interpreted-two padded blocks of 40",
 )  # fmt: skip
 @pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES)
 def test_fp8_latents(case: MlaCase) -> None:

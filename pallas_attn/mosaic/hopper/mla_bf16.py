@@ -93,7 +93,7 @@ from pallas_attn.mosaic.hopper.tiles import TILE
 from pallas_attn.mosaic.hopper.wgmma import RESCALE_THRESHOLD_LOG2, UNPAIRED, partial_sums, rescale_accumulator
 from pallas_attn.mosaic.latent_tiles import INITIAL_MAX
 from pallas_attn.mosaic.partial_states import num_fragments, store_fragments
-from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives import basics, register_tiles, row_io
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.exponents import in_log2_units, next_reference, over_scores
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens, store_tile
@@ -413,8 +413,7 @@ def write_output(config: Bf16LoopConfig, mem: Bf16Scratch, half: int, out: Any, 
 
     Args:
       out: [ROWS, columns].
-      to: [n, columns] in global memory, for the first n query rows of the block. n must be ROWS if the output does not
-        have the dtype of the queries.
+      to: [n, columns] in global memory, for the first n query rows of the tile.
     """
     if out.dtype == mem.q.left.dtype:
         store_tile(mem.q[half].at[0], out, TILE, config.row_bytes)
@@ -424,7 +423,7 @@ def write_output(config: Bf16LoopConfig, mem: Bf16Scratch, half: int, out: Any, 
         release_query(mem)
     else:
         release_query(mem)
-        to[...] = out
+        row_io.store_first_rows(TILE, to, out)
 
 
 def write_partial(config: Bf16LoopConfig, half: int, acc: Any, m: Any, l: Any, to_acc: Ref, to_stats: Ref) -> None:  # noqa: E741

@@ -23,7 +23,10 @@ from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64
 
 ROWS = 64
-"""Query rows of a block."""
+"""Maximum number of query rows of a block."""
+
+EIGHT_ROWS = 8
+"""The number of query rows of a block is a multiple of 8, because a swizzled tile in shared memory has 8 rows."""
 
 TOKENS = 64
 """Latents of a tile."""

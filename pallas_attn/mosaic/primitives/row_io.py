@@ -272,6 +272,44 @@ def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.
     store(ref, row, values)
 
 
+def store_first_rows(tile: Any, to: Ref, values: jax.Array) -> None:
+    """Store the first n rows of a result of a wgmma to global memory, in its own layout.
+
+    Args:
+      tile: register layout of the results of a wgmma.
+      to: [n, columns] in global memory.
+      values: [64, columns], with layout `tile`.
+    """
+    rows = to.shape[0]
+    if rows == values.shape[0]:
+        to[...] = values
+        return
+    if interpreted():
+        to[...] = values[:rows]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile))
+    def store(_: Any, to: ir.Value, values: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        kind, thread = ir.MemRefType(to.type), mgpu.utils.thread_idx()
+        stride = mgpu.c(kind.get_strides_and_offset()[0][0], i32)
+
+        def bits(first: int, count: int) -> ir.Value:
+            return arith.andi(arith.shrui(thread, mgpu.c(first, i32)), mgpu.c(2**count - 1, i32))
+
+        column = arith.muli(bits(0, 2), mgpu.c(2, i32))
+        for half in range(2):
+            own = arith.addi(arith.muli(bits(5, 2), mgpu.c(16, i32)), bits(2, 3))
+            row = arith.addi(own, mgpu.c(8 * half, i32))
+            first = _pointer(to, _offset(arith.addi(arith.muli(row, stride), column)), kind.element_type)
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, i32))):
+                for i, pair in enumerate(values.registers[0, :, 0, 0, half].flat):
+                    place = mgpu.utils.getelementptr(first, [8 * i], kind.element_type)
+                    llvm.store(pair, place, alignment=mgpu.utils.bitwidth(pair.type) // 8)
+
+    store(to, values)
+
+
 def _exchanged(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
     """Transpose 4 words of each of 4 adjacent threads: thread t receives word t of each thread, in thread order.
 

@@ -31,19 +31,25 @@ def tile_parameters(call: MlaDecodeCall) -> dict[str, Any]:
     }
 
 
-def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
-    """Arrange a call's query rows in blocks of `rows` rows, with a padded last block."""
+def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int, tile_rows: int | None = None) -> RowInputs:
+    """Arrange a call's query rows in blocks of `rows` rows. If they do not fill the last block, they are padded.
+
+    Args:
+      tile_rows: number of rows, from the first row of a block on, whose visibility the kernel reads; None for `rows`.
+    """
     batch, num_queries = call.q_latent.shape[:2]
     padding = -call.query_rows % rows
 
-    def as_rows(x: Array) -> Array:
+    def as_rows(x: Array, more: int = 0) -> Array:
         x = x.reshape(batch, call.query_rows, *x.shape[3:])
-        return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.pad(x, ((0, 0), (0, padding + more), *[(0, 0)] * (x.ndim - 2)))
 
-    seen = None
+    seen = seen_by_any = None
     if call.q_lens is not None or call.draft_mask is not None:
         real = real_queries(call.q_lens, call.kv_lens, num_queries)
-        seen = visible_bits(real, num_queries, call.draft_mask)
+        bits = visible_bits(real, num_queries, call.draft_mask)
+        seen = as_rows(jnp.broadcast_to(bits[..., None], call.q_latent.shape[:-1]), (tile_rows or rows) - rows)
+        seen_by_any = lax.reduce(bits, jnp.int32(0), lax.bitwise_or, (1,))
     return RowInputs(
         q_latent=as_rows(call.q_latent),
         q_rope=as_rows(call.q_rope),
@@ -54,15 +60,19 @@ def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
         kv_lens=call.kv_lens,
         q_lens=call.q_lens,
         plan=plan,
-        seen=None if seen is None else as_rows(jnp.broadcast_to(seen[..., None], call.q_latent.shape[:-1])),
-        seen_by_any=None if seen is None else lax.reduce(seen, jnp.int32(0), lax.bitwise_or, (1,)),
+        seen=seen,
+        seen_by_any=seen_by_any,
     )
 
 
 def out_of_blocks(
-    call: MlaDecodeCall, out: Float[Array, "B rows L"], lse: Float[Array, "blocks B block"]
+    call: MlaDecodeCall, out: Float[Array, "B rows L"], lse: Float[Array, "blocks B tile_rows"]
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Convert output and LSE of blocks of query rows to the shapes of the call's results."""
+    """Convert output and LSE of blocks of query rows to the shapes of the call's results.
+
+    In `lse`, values after the rows of a block are ignored.
+    """
+    lse = lse[..., : out.shape[1] // lse.shape[0]]
     lse = lse.swapaxes(0, 1).reshape(len(out), -1)[:, : call.query_rows]
     return out[:, : call.query_rows].reshape(call.q_latent.shape), lse.reshape(call.q_latent.shape[:-1])
 

@@ -3,7 +3,7 @@
 They iterate over splits, look up pages, compute which tokens a query row sees, and merge partial states. The kernels
 for bf16 and fp8 latents share them. Terms:
 
-    query row       one head of one query of a sequence; 64 query rows form a block
+    query row       one head of one query of a sequence; up to 64 query rows form a block
     split           a range of consecutive pages of a sequence, which one CTA processes (`LatentSplit`)
     tile, pair      a tile is 64 cached tokens of a split; the CTA processes tiles in pairs
     oldest query    the first of the queries of a sequence, which has the smallest position
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, merge_columns, merge_scratch_types, merge_slice
+from pallas_attn.mosaic.hopper.mla_rows import EIGHT_ROWS, ROWS, merge_columns, merge_scratch_types, merge_slice
 from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, OLDER_BIT, PARTIAL, TOKENS, LatentTiles, RowInputs
 from pallas_attn.mosaic.partial_states import PartialLoader, PartialStates
 from pallas_attn.mosaic.primitives import basics, register_tiles
@@ -43,13 +43,36 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockTiles(LatentTiles):
+    """Compile-time parameters of a call whose query rows are processed in blocks.
+
+    The blocks are as few as possible, and have the same number of rows, a multiple of 8. Query rows are padded only if
+    they do not fill such blocks. The tile of a kernel may have more rows than a block.
+    """
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.queries * self.heads // ROWS)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block, at most ROWS."""
+        return -(-self.queries * self.heads // (self.blocks * EIGHT_ROWS)) * EIGHT_ROWS
+
+    def block(self, block: Any) -> Any:
+        """Slice of the query rows of a block."""
+        return pl.ds(block * self.rows, self.rows)
+
+
 class SplitResults(NamedTuple):
     """Results in global memory.
 
     Attributes:
-      out: [B, blocks·ROWS, L], output of sequences that have one split.
+      out: [B, blocks·rows, L], output of sequences that have one split.
       lse: float32 [blocks, B, ROWS], LSE of sequences that have one split.
-      partials: partial states of sequences that have several splits.
+      partials: partial states of sequences that have several splits, each of ROWS query rows.
     """
 
     out: Any
@@ -60,7 +83,7 @@ class SplitResults(NamedTuple):
     def types(x: RowInputs, out_dtype: jax.typing.DTypeLike) -> SplitResults:
         """Return the types of the results of a kernel with these inputs."""
         batch, rows, latent_dim = x.q_latent.shape
-        blocks = rows // ROWS
+        blocks = -(-rows // ROWS)
         return SplitResults(
             jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
             jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
@@ -150,16 +173,18 @@ def live_tokens(static: LatentTiles, x: RowInputs, row: Any, bit: Any) -> Any:
     return (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
 
 
-def seen_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, row: Any, block: Any, layout: Any) -> Any:
-    """Return the visibility bits of the query rows of a block, int32 [ROWS]; see `bit_index`.
+def seen_bits(
+    static: BlockTiles, x: RowInputs, split: LatentSplit, row: Any, block: Any, count: int, layout: Any
+) -> Any:
+    """Return the visibility bits of the query rows of a tile, int32 [count]; see `bit_index`.
 
     Args:
-      row: int32 [ROWS], indices of the query rows in the sequence.
-      block: index of the block.
+      row: int32 [count], indices of the query rows in the sequence. Not needed if `RowInputs.seen` is given.
+      block: index of the block, whose first row is the first row of the tile.
       layout: register layout of the result.
     """
     if x.seen is not None:
-        return basics.load(x.seen.at[split.row, pl.ds(block * ROWS, ROWS)], layout)
+        return basics.load(x.seen.at[split.row, pl.ds(block * static.rows, count)], layout)
     newer = static.queries - 1 - lax.div(row, static.heads)  # number of draft keys that the row does not see
     bits = lax.shift_right_logical(jnp.full_like(row, static.draft_bits), jnp.maximum(newer, 0))
     return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
@@ -321,11 +346,12 @@ def _merge_kernel(
 ) -> None:
     """Merge the partial states of one block of query rows and one slice of latent columns after the other."""
     blocks, slices = lse.shape[0], out.shape[2] // columns
+    rows = out.shape[1] // blocks
 
     def merge(item: MergeItem) -> None:
         block, column_slice = lax.div(item.slice, slices), lax.rem(item.slice, slices)
         first = partials.state_index(block, blocks, item.first_split)
-        to = out.at[item.row, pl.ds(block * ROWS, ROWS)]
+        to = out.at[item.row, pl.ds(block * rows, rows)]
         merge_slice(loader, partials, first, item.splits, column_slice, tile, to, lse.at[block, item.row])
 
     for_each_merged(plan, slices * blocks, merge)

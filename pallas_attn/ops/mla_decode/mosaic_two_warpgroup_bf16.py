@@ -1,9 +1,10 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over 16-bit latents: pages, masks and results.
 
 The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. A query row is one
-head of one query token; a split is a range of pages of a sequence. A CTA holds 64 query rows of a sequence (the M of a
-wgmma; rows are ordered by query, then by head) and processes the splits that the plan assigns to it. A tile of 64
-latents has three parts: the left and the right half of the latent columns, and the rotated columns.
+head of one query token; a split is a range of pages of a sequence. A CTA holds a block of up to 64 query rows of a
+sequence (64 is the M of a wgmma; rows are ordered by query, then by head) and processes the splits that the plan
+assigns to it. A tile of 64 latents has three parts: the left and the right half of the latent columns, and the rotated
+columns.
 
     for split in plan:                             warpgroup 2, producer
         for pair of tiles:
@@ -41,7 +42,7 @@ from pallas_attn.mosaic.hopper import mla_bf16
 from pallas_attn.mosaic.hopper.mla_bf16 import HALVES, PARTS, Q_FREE, ROPE, Bf16LoopConfig, Bf16Scratch, Bf16TileAccess
 from pallas_attn.mosaic.hopper.mla_rows import LOG2_ROW_STATES, PER_ROW, ROWS, copy_query, run_roles
 from pallas_attn.mosaic.hopper.tiles import token_iota
-from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, TOKENS, LatentTiles, RowInputs
+from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, TOKENS, RowInputs
 from pallas_attn.mosaic.partial_states import PartialStates
 from pallas_attn.mosaic.primitives import basics, register_tiles, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
@@ -50,6 +51,7 @@ from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
 from pallas_attn.ops.mla_decode.mosaic_splits import (
+    BlockTiles,
     LatentSplit,
     PageLookup,
     SplitResults,
@@ -75,7 +77,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
     )
-    out, lse, partials = _attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
+    out, lse, partials = _attend(in_blocks(call, plan, static.rows, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
 
 
@@ -104,7 +106,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeBf16Static(LatentTiles):
+class DecodeBf16Static(BlockTiles):
     """Compile-time parameters of the kernel.
 
     Attributes:
@@ -165,11 +167,11 @@ class PageScratch(NamedTuple):
 
 def _attend(x: RowInputs, static: DecodeBf16Static, out_dtype: jax.typing.DTypeLike) -> SplitResults:
     """Run the kernel."""
-    blocks, programs = x.q_latent.shape[1] // ROWS, x.plan.cta_row.shape[0] - 1
+    programs = x.plan.cta_row.shape[0] - 1
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=SplitResults.types(x, out_dtype),
-        grid=(programs, blocks // static.cluster),
+        grid=(programs, static.blocks // static.cluster),
         grid_names=("program", "blocks"),
         cluster=(static.cluster,),
         cluster_names=("cluster",),
@@ -204,10 +206,10 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
     pages = PageLookup(static, x, mem.producer.page_ids)
 
     def copy_split_query(split: LatentSplit) -> None:
-        rows = pl.ds(block * ROWS, ROWS)
+        rows, to = static.block(block), pl.ds(0, static.rows)
         plgpu.barrier_wait(mem.joint.at[Q_FREE])
-        halves = mem.q.left.at[0], mem.q.right.at[0]
-        copy_query(x.q_latent.at[split.row, rows], x.q_rope.at[split.row, rows], halves, mem.q.rope.at[0], mem.q_full)
+        halves, rope = (mem.q.left.at[0, to], mem.q.right.at[0, to]), mem.q.rope.at[0, to]
+        copy_query(x.q_latent.at[split.row, rows], x.q_rope.at[split.row, rows], halves, rope, mem.q_full)
 
     def copy_page(slot: Any, parts: tuple[int, ...], j: Any, page: Any, tile_of_page: Any) -> None:
         """Start the copies of some parts of the j-th page of a tile, or arrive at `full` if the page is absent."""
@@ -265,8 +267,8 @@ def _consume(
 
 
 def _seen(static: DecodeBf16Static, x: RowInputs, split: LatentSplit, block: Any) -> Any:
-    """Visibility bits [ROWS] of the query rows."""
-    return seen_bits(static, x, split, block * ROWS + token_iota(ROWS), block, PER_ROW)
+    """Visibility bits [ROWS] of the query rows of a tile."""
+    return seen_bits(static, x, split, block * static.rows + token_iota(ROWS), block, ROWS, PER_ROW)
 
 
 def _tile_access(
@@ -320,7 +322,7 @@ def _write(
     @pl.when(split.is_whole_row)
     def _write_output() -> None:
         out = LOG2_ROW_STATES.normalise(state.acc, l).astype(results.out.dtype)
-        to = results.out.at[split.row, pl.ds(block * ROWS, ROWS), pl.ds(half * widths[0], widths[half])]
+        to = results.out.at[split.row, static.block(block), pl.ds(half * widths[0], widths[half])]
         mla_bf16.write_output(static.loop, mem, half, out, to)
         if half == 0:
             results.lse[block, split.row] = LOG2_ROW_STATES.lse(m, l)

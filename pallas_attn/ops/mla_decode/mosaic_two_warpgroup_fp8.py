@@ -1,8 +1,9 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over fp8 latents: pages, masks and results.
 
 The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_fp8`. A query row is one
-head of one query token; a split is a range of pages of a sequence. A CTA holds 64 query rows of a sequence, and
-processes the splits that the plan assigns to it in tiles of 64 latents:
+head of one query token; a split is a range of pages of a sequence. A CTA holds a block of up to 64 query rows of a
+sequence, which are the columns of its tiles. It processes the splits that the plan assigns to it in tiles of 64
+latents:
 
     for split in plan:                             warpgroup 2, producer
         for tile in split:                         up to three tiles ahead of the consumers
@@ -41,8 +42,8 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic.hopper import mla_fp8, mla_fp8_products
 from pallas_attn.mosaic.hopper.copy_barriers import see_copies
 from pallas_attn.mosaic.hopper.mla_fp8 import SLOTS, Fp8LoopConfig, Fp8Scratch, Fp8TileAccess, slot_of
-from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, ROWS, copy_query, run_roles
-from pallas_attn.mosaic.latent_tiles import DEAD, FULL, OLDER_BIT, TOKENS, LatentTiles, RowInputs
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, copy_query, run_roles
+from pallas_attn.mosaic.latent_tiles import DEAD, FULL, OLDER_BIT, TOKENS, RowInputs
 from pallas_attn.mosaic.partial_states import PartialStates
 from pallas_attn.mosaic.primitives import basics, dequantize
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
@@ -51,6 +52,7 @@ from pallas_attn.ops.mla_decode import mosaic_two_warpgroup_bf16
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
 from pallas_attn.ops.mla_decode.mosaic_splits import (
+    BlockTiles,
     LatentSplit,
     PageLookup,
     SplitResults,
@@ -75,7 +77,7 @@ tiles."""
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute output and LSE of `mla_decode` for many query rows over fp8 latents."""
     static = DecodeFp8Static(**tile_parameters(call))
-    x = in_blocks(call, plan, ROWS)
+    x = in_blocks(call, plan, static.rows)
     x = x._replace(scale=x.scale.reshape(x.scale.shape[0], -1))
     out, lse, partials = _attend(x, static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
@@ -101,13 +103,13 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeFp8Static(LatentTiles):
+class DecodeFp8Static(BlockTiles):
     """Compile-time parameters of the kernel."""
 
     @property
     def loop(self) -> Fp8LoopConfig:
         """Parameters of the main loop."""
-        return Fp8LoopConfig(self.latent_dim, ROWS, self.sm_scale, self.page_tokens)
+        return Fp8LoopConfig(self.latent_dim, self.rows, self.sm_scale, self.page_tokens)
 
 
 class DecodeFp8Scratch(NamedTuple):
@@ -142,11 +144,11 @@ class DecodeFp8Scratch(NamedTuple):
 
 def _attend(x: RowInputs, static: DecodeFp8Static, out_dtype: jax.typing.DTypeLike) -> SplitResults:
     """Run the kernel."""
-    blocks, programs = x.q_latent.shape[1] // ROWS, x.plan.cta_row.shape[0] - 1
+    programs = x.plan.cta_row.shape[0] - 1
     return plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=SplitResults.types(x, out_dtype),
-        grid=(programs, blocks),
+        grid=(programs, static.blocks),
         grid_names=("program", "blocks"),
         num_threads=3,
         thread_name="warpgroup",
@@ -172,7 +174,7 @@ def _produce(static: DecodeFp8Static, x: RowInputs, mem: DecodeFp8Scratch, block
     pages, loop = PageLookup(static, x, mem.page_ids), mem.loop
 
     def copy_split_query(split: LatentSplit) -> None:
-        rows = pl.ds(block * ROWS, ROWS)
+        rows = static.block(block)
         plgpu.barrier_wait(loop.q_free)
         halves = loop.q[0].at[0], loop.q[1].at[0]
         copy_query(x.q_latent.at[split.row, rows], x.q_rope.at[split.row, rows], halves, loop.q_rope.at[0], loop.q_full)
@@ -257,26 +259,27 @@ def _tile_access(
 
 
 def _seen(static: DecodeFp8Static, x: RowInputs, split: LatentSplit, block: Any) -> Any:
-    """Visibility bits [ROWS] of the query rows, in layout `PER_COLUMN`."""
+    """Visibility bits [rows] of the query rows, in layout `PER_COLUMN`."""
+    rows = static.rows
     if x.seen is not None or basics.interpreted():
-        row = block * ROWS + jnp.arange(ROWS, dtype=jnp.int32) if x.seen is None else None
-        return seen_bits(static, x, split, row, block, PER_COLUMN)
+        row = block * rows + jnp.arange(rows, dtype=jnp.int32) if x.seen is None else None
+        return seen_bits(static, x, split, row, block, rows, PER_COLUMN)
 
     # Written in MLIR, because Pallas finds no register layout for the division of an iota over columns.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_SPLAT(()),),
-        return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=PER_COLUMN),
+        return_type=plgpu.ShapeDtypeStruct((rows,), jnp.int32, layout=PER_COLUMN),
     )
     def bits(_: Any, block: Any) -> Any:
         _, lane = dequantize.warp_and_lane()
         number, layout = ir.IntegerType.get_signless(32), PER_COLUMN.to_mgpu()
         none: Any = mgpu.c(0, number)
         first = arith.addi(
-            arith.muli(block.registers.item(), mgpu.c(ROWS, number)),
+            arith.muli(block.registers.item(), mgpu.c(rows, number)),
             arith.muli(arith.andi(lane, mgpu.c(3, number)), mgpu.c(2, number)),
         )
-        registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
-        for j in range(ROWS // 8):
+        registers = np.empty(layout.registers_shape((rows,)), dtype=object)
+        for j in range(rows // 8):
             pair = []
             for i in range(2):
                 query = arith.divui(arith.addi(first, mgpu.c(8 * j + i, number)), mgpu.c(static.heads, number))
@@ -303,26 +306,27 @@ def _write(
     """Write this warpgroup's columns of the output, or of the partial state, of a split.
 
     Args:
-      acc: [columns, ROWS].
+      acc: [columns, rows].
     """
+    rows = pl.ds(0, static.rows)
     row, state = lax.optimization_barrier((split.row, split.state))  # addresses are recomputed, which saves registers
     sums = mla_fp8.exchange_sums(static.loop, mem, half)
     seen = None  # all rows are queries, or padding
     if x.seen is not None:
-        seen = basics.load(x.seen.at[row, pl.ds(block * ROWS, ROWS)], PER_COLUMN)  # < 0 for queries: bit OLDER_BIT
+        seen = basics.load(x.seen.at[row, static.block(block)], PER_COLUMN)  # < 0 for queries: bit OLDER_BIT
         sums = jnp.where(seen < 0, sums, 0.0)
 
-    def load_max() -> Any:  # [ROWS]
+    def load_max() -> Any:  # [rows]
         m = mla_fp8.load_max(mem)
         return m if seen is None else jnp.where(seen < 0, m, -jnp.inf)
 
     @pl.when(split.is_whole_row)
     def _write_output() -> None:
         widths = static.loop.widths
-        to = results.out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(half * widths[0], widths[half])]
+        to = results.out.at[row, static.block(block), pl.ds(half * widths[0], widths[half])]
         mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums), to)
         if half == 0:
-            results.lse[block, row] = LOG2_COLUMN_STATES.lse(load_max(), sums)
+            results.lse[block, row, rows] = LOG2_COLUMN_STATES.lse(load_max(), sums)
 
     @pl.when(~split.is_whole_row)
     def _write_partial() -> None:
@@ -331,5 +335,5 @@ def _write(
         kept = acc if seen is None else jnp.where(over_columns(seen, acc.shape) < 0, acc, 0.0)
         mla_fp8.write_partial(static.loop, half, kept, partials.acc.at[index])
         if half == 0:
-            partials.stats[index, 0] = load_max() * (1 / LOG2E)
-            partials.stats[index, 1] = sums
+            partials.stats[index, 0, rows] = load_max() * (1 / LOG2E)
+            partials.stats[index, 1, rows] = sums

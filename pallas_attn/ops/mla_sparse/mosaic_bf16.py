@@ -119,7 +119,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
     def copy_item_query(item: SparseItem) -> None:
         plgpu.barrier_wait(mem.joint.at[Q_FREE])
         token, block, _ = item.place(static)
-        heads, rows = pl.ds(block * ROWS, static.rows), pl.ds(0, static.rows)
+        heads, rows = static.block_heads(block), pl.ds(0, static.rows)
         halves = mem.q.left.at[0, rows], mem.q.right.at[0, rows]
         q_rope, rope = (None, None) if x.q_rope is None else (x.q_rope.at[token, heads], mem.q.rope.at[0, rows])
         copy_query(x.q_latent.at[token, heads], q_rope, halves, rope, mem.q_full)
@@ -202,11 +202,11 @@ def _write(
     sums = mla_bf16.exchange_sums(mem, half, state)
     if isinstance(results, SparseResults):
         token, block, _ = item.place(static)
-        sink = None if x.sinks is None else basics.load(x.sinks.at[pl.ds(block * ROWS, ROWS)], PER_ROW)
+        sink = None if x.sinks is None else basics.load(x.sinks.at[pl.ds(block * static.rows, ROWS)], PER_ROW)
         inverse = LOG2_ROW_STATES.inverse(state.m, sums, sink)
         out = LOG2_ROW_STATES.normalise(state.acc, sums, inverse).astype(results.out.dtype)
         columns = pl.ds(half * loop.widths[0], loop.widths[half])
-        to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
+        to = results.out.at[token, static.block_heads(block), columns]
         mla_bf16.write_output(loop, mem, half, out, to)
         if half == 0:
             results.lse[token, block] = LOG2_ROW_STATES.lse(state.m, sums)

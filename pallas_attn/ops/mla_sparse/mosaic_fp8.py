@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.mosaic.hopper import gather, mla_fp8, mla_fp8_products
 from pallas_attn.mosaic.hopper.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.hopper.mla_fp8 import SLOTS, Fp8LoopConfig, Fp8Scratch, Fp8TileAccess, slot_of
-from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, ROWS, TOKENS, copy_query, run_roles
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, TOKENS, copy_query, run_roles
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_tokens
@@ -113,7 +113,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
     def copy_item_query(item: SparseItem) -> None:
         plgpu.barrier_wait(loop.q_free)
         token, block, _ = item.place(static)
-        heads, halves = pl.ds(block * ROWS, static.rows), (loop.q[0].at[0], loop.q[1].at[0])
+        heads, halves = static.block_heads(block), (loop.q[0].at[0], loop.q[1].at[0])
         if static.small_groups:
             q_rope = x.q_latent.at[token, heads, pl.ds(static.latent_dim - ROTATED, ROTATED)]
         else:
@@ -194,10 +194,10 @@ def _write(
     if isinstance(results, SparseResults):
         token, block, _ = item.place(static)
         columns = pl.ds(half * config.widths[0], config.value_widths[half])
-        to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
+        to = results.out.at[token, static.block_heads(block), columns]
         inverse = None
         if x.sinks is not None:
-            sink = basics.load(x.sinks.at[pl.ds(block * ROWS, static.rows)], PER_COLUMN)
+            sink = basics.load(x.sinks.at[static.block_heads(block)], PER_COLUMN)
             inverse = LOG2_COLUMN_STATES.inverse(mla_fp8.load_max(mem), sums, sink)
         mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums, inverse), to)
         if half == 0:

@@ -50,7 +50,7 @@ class SparseStatic:
       top_k: K, slots of a token in all caches.
       first_extra: number of a token's slots in the first cache, a multiple of TOKENS; the others are in the second
         cache. top_k if there is no second cache.
-      heads: Hq, padded.
+      heads: Hq, padded to blocks with equal numbers of rows.
       splits: number of splits of a token's slots.
       sm_scale: factor of the scores.
       small_groups: whether the caches have records of DeepSeek-V4: L - ROTATED fp8 columns with scales that are powers
@@ -68,13 +68,17 @@ class SparseStatic:
 
     @property
     def rows(self) -> int:
-        """Query rows of a block, including padding: ROWS, or `heads` if the token has a single smaller block."""
-        return min(self.heads, ROWS)
+        """Query rows of a block, including padding, at most ROWS."""
+        return self.heads // self.blocks
 
     @property
     def blocks(self) -> int:
         """Blocks of heads of a token."""
         return -(-self.heads // ROWS)
+
+    def block_heads(self, block: Any) -> Any:
+        """Slice of the heads of a block."""
+        return pl.ds(block * self.rows, self.rows)
 
 
 class SparseInputs(NamedTuple):
@@ -89,7 +93,7 @@ class SparseInputs(NamedTuple):
       extra, extra_scale, extra_rope: the same arrays of the second cache, or None.
       slots: int32 [T·K], the slots of all tokens.
       ends: int32 [T], for each token one plus the index of its last slot in the pool; 0 if it has none.
-      sinks: float32 [heads], padded to whole blocks of ROWS, or None.
+      sinks: float32 [blocks·ROWS], padded, or None.
     """
 
     q_latent: Any
@@ -138,7 +142,8 @@ def _pool_arrays(cache: PagedLatent | None) -> list[Any]:
 
 
 class SparseResults(NamedTuple):
-    """Results in global memory: out [T, heads, L], lse float32 [T, blocks, ROWS]."""
+    """Results in global memory: out [T, heads, L], lse float32 [T, blocks, ROWS], of which a block
+    has values for its rows."""
 
     out: Any
     lse: Any
@@ -376,8 +381,8 @@ def _merge_kernel(
         item, column_slice = lax.div(index, slices), lax.rem(index, slices)
         token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
         first, count = item * static.splits, jnp.int32(static.splits)
-        to = out.at[token, pl.ds(block * ROWS, static.rows)]
-        of_block = None if sinks is None else sinks.at[pl.ds(block * ROWS, ROWS)]
+        to = out.at[token, static.block_heads(block)]
+        of_block = None if sinks is None else sinks.at[pl.ds(block * static.rows, ROWS)]
         merge_slice(loader, partials, first, count, column_slice, tile, to, lse.at[token, block], of_block)
 
     lax.fori_loop(0, lax.div(total - program + programs - 1, programs), merge, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS
+from pallas_attn.mosaic.hopper.mla_rows import EIGHT_ROWS, ROWS, TOKENS
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_sparse import config, mosaic_bf16, mosaic_fp8
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -23,9 +23,6 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     merge_splits,
 )
 
-EIGHT_ROWS = 8
-"""The number of heads of a block is padded to a multiple of 8, because a swizzled tile in shared memory has 8 rows."""
-
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _require_supported(call)
@@ -35,9 +32,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         first_extra = -(-top_k // TOKENS) * TOKENS
         top_k = first_extra + call.extra_slots.shape[1]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
-    # In the other cases the kernel can only store the output of 64 rows at a time.
-    any_rows = quantised or call.output_dtype == call.q_latent.dtype
-    unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
+    unit = EIGHT_ROWS * blocks
     static = SparseStatic(
         latent_dim=latent_dim,
         rope_dim=call.rope_dim,
@@ -54,7 +49,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     if static.splits > 1:
         results = merge_splits(results, inputs.sinks, static, num_tokens, call.output_dtype)
     out, lse = results
-    return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
+    return out[:, :num_heads], lse[..., : static.rows].reshape(num_tokens, -1)[:, :num_heads]
 
 
 def _require_supported(call: MlaSparseCall) -> None:
