@@ -66,7 +66,7 @@ def run_sequence(
     num_pages = -(-tokens.shape[0] // page_size)
     tables = GroupTables(
         slots=jnp.where(positions < num_tokens, positions, PAGE_NONE),
-        decode_block_tables=jnp.zeros((0, 1), jnp.int32),
+        decode_block_tables=jnp.zeros((0, num_pages), jnp.int32),
         prefill_block_tables=jnp.arange(num_pages, dtype=jnp.int32)[None],
     )
     metadata = StepMetadata(
