@@ -559,6 +559,47 @@ def cost_cell(case: dict[str, Any]) -> str:
     return f"{moved}; {case['kl_mean']:.1e}; {case['equal_tokens']:.0%}"
 
 
+def by_rounding(stem: str, cell: Callable[[dict[str, Any]], str], only: str = "") -> str:
+    """Table of cases of scripts/tools/fp8_attention_costs.py. Rows: model and dtype of the weights; columns: roundings
+    that do not end with `only`."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for case in read(stem)["cases"]:
+        if not (only and case["rounding"].endswith(only)):
+            rows.setdefault((case["weights"], case["model"]), {})[case["rounding"]] = cell(case)
+    names = list(next(iter(rows.values())))
+    ordered = sorted(rows.items(), key=lambda item: (item[0][0] == "bfloat16", item[0]))
+    cells = [[f"`{model}`, {weights}", *(row[name] for name in names)] for (weights, model), row in ordered]
+    return table(["model, weights", *names], cells)
+
+
+def attention_errors(stem: str) -> Callable[[str], str]:
+    """Table of the relative errors of attention outputs."""
+
+    def write(document: str) -> str:
+        cells = by_rounding(stem, lambda case: f"{case['attention_error']:.1%}")
+        return cells + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
+def fp8_logits(stem: str) -> Callable[[str], str]:
+    """Table of the differences of logits."""
+    return lambda document: by_rounding(stem, cost_cell, " only") + "\n" + provenance(stem, [], document) + "\n"
+
+
+def lost_weights(stem: str) -> Callable[[str], str]:
+    """Table of the share of a softmax that rounding to fp8 changes to 0. Rows: tokens; columns: spread of scores."""
+
+    def write(document: str) -> str:
+        found = {(case["context"], case["spread"]): case["lost"] for case in read(stem)["lost_weights"]}
+        contexts, spreads = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
+        cells = [[f"{context:,}", *(f"{found[context, spread]:.1%}" for spread in spreads)] for context in contexts]
+        headings = ["tokens", *(f"standard deviation {spread:g}" for spread in spreads)]
+        return table(headings, cells) + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
 GRID = Cases("mla_decode_grid_nvidia_h200")
 TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode": operation(Cases("paged_decode_nvidia_h200")),
@@ -614,6 +655,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "index-key-costs": index_key_costs("index_key_costs"),
+    "fp8-attention-errors": attention_errors("fp8_attention_costs"),
+    "fp8-attention-logits": fp8_logits("fp8_attention_costs"),
+    "fp8-lost-weights": lost_weights("fp8_attention_costs"),
     "engine-shared-prefix": shared_prefix("engine_shared_prefix_nvidia_h200"),
     "engine-head-windows": head_windows("engine_head_windows_nvidia_h200"),
 }

@@ -366,6 +366,27 @@ def test_latents_in_8_bits(backend: Backend, case: MlaCase) -> None:
 
 
 @every_backend
+@in_every_run("xla", "triton")
+@unsupported(mosaic="takes 8-bit latents with a scale per 128 columns", mosaic_sm100="takes no quantised latents")
+def test_one_scale_for_queries_and_one_for_latents(backend: Backend) -> None:
+    """Latents and queries in float8 with one scale each, as in FlashMLA's dense fp8 kernel. The scales are factors of
+    `sm_scale` and of the output (docs/coming_from.md).
+    """
+    inputs = draw(backend, replace(BASE, absent_pages=True))
+    descale = {"q": float(np.abs(inputs.q).max()) / 448, "pages": float(np.abs(inputs.pages).max()) / 448}
+    stored: dict[str, Any] = {
+        name: (getattr(inputs, name).astype(np.float32) / scale).astype(jnp.float8_e4m3fn)
+        for name, scale in descale.items()
+    }
+    meant: dict[str, Any] = {name: x.astype(np.float32) * descale[name] for name, x in stored.items()}
+    stored["q"] = stored["q"].astype(jnp.dtype(backend.dtype))  # exact
+    scaled = {"sm_scale": SM_SCALE * descale["q"] * descale["pages"], "out_dtype": "float32", "return_lse": True}
+    out, lse = backends.compiled(mla_decode, backend, **scaled)(**replace(inputs, **stored).arguments())
+    got = np.asarray(out) * descale["pages"], np.asarray(lse)
+    harness.assert_attention_close(got, replace(inputs, **meant).expected(), backend.variant.tolerance(backend.dtype))
+
+
+@every_backend
 @in_every_run("xla")
 def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
