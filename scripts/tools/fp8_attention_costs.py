@@ -158,7 +158,7 @@ def attend(
 ) -> Float32[Array, "T Hq L"]:
     """Compute absorbed attention of T tokens to the keys of their slots; slots below 0 are invisible."""
     if rounding.queries:
-        q = round_to_fp8(q, maxima.queries[:, None] if rounding.queries == "head" else maxima.queries.max())
+        q = round_to_fp8(q, maxima.queries[None, :, None] if rounding.queries == "head" else maxima.queries.max())
     seen = rounded_keys(keys, latent_dim, rounding.keys, maxima.keys)[jnp.maximum(slots, 0)]
     product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     scores = product("thd,tkd->thk", q, seen) * sm_scale
@@ -191,8 +191,8 @@ class Attention:
     ) -> Array:
         """Attend to all tokens up to the own one. Each row has one query."""
         index = jnp.arange(tables.shape[1] * cache.page_size, dtype=jnp.int32)
-        slots = tables[:, index // cache.page_size] * cache.page_size + index % cache.page_size
-        slots = jnp.where(index < kv_lens[:, None], slots, -1)
+        slots = tables[:, index // cache.page_size] * cache.page_size + (index % cache.page_size)[None]
+        slots = jnp.where(index[None] < kv_lens[:, None], slots, -1)
         return self.sparse(q_latent[:, 0], q_rope[:, 0], cache, slots, sm_scale=options["sm_scale"])[:, None]
 
     def sparse(
