@@ -64,7 +64,8 @@ test-gpu: $(VENV)/test.stamp  ## tests that need an NVIDIA GPU, contract suites 
 test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs or more, over NCCL, drafts and pages (after make demo CUDA=13)
 	$(WITHOUT_AUTOTUNING) XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(BIN)/python -m pytest -n $$(( ($$(nproc) + 3) / 4 )) --maxschedchunk=1 -m "" -k "test_goldens or test_drafts or test_pages" \
-		tests/models/test_mesh.py tests/models/test_mesh_speculation.py tests/models/test_mesh_pages.py
+		tests/models/test_mesh.py tests/models/test_mesh_speculation.py tests/models/test_mesh_pages.py \
+		tests/models/test_gemma_mesh.py tests/models/test_v4_mesh.py
 
 test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that pyproject.toml admits
 	$(call create,.venv-latest,--without-pip)

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 from pallas_attn import PagedKV
-from pallas_attn.models.checkpoints import files, load_kv_scales, load_model, random_model, save_kv_scales, weights
+from pallas_attn.models.checkpoints import files, load_kv_scales, random_model, save_kv_scales, weights
 from pallas_attn.models.checkpoints.calibration import calibrate
 from pallas_attn.models.cli.decode import command
 from pallas_attn.models.config import GEMMA_PRESETS, Gemma4Config
@@ -30,14 +30,12 @@ from pallas_attn.models.decoder import (
     KVScales,
     explain_attention,
     gemma,
-    make_mesh,
     model,
     split_model,
 )
 from pallas_attn.models.decoder.layers import rms_scaled, swiglu
 from pallas_attn.models.decoder.mesh import embed
 from pallas_attn.models.engine import (
-    CachedPages,
     Decoded,
     Engine,
     EngineConfig,
@@ -47,7 +45,6 @@ from pallas_attn.models.engine import (
     runner,
 )
 from pallas_attn.models.engine.group_sizes import group_sizes
-from pallas_attn.models.engine.kv_transfer.weight_digest import weight_digest
 from pallas_attn.models.engine.step.layered import StepPrograms
 from pallas_attn.models.engine.verify import verify
 from pallas_attn.models.moe import layer as moe_layer
@@ -434,19 +431,6 @@ def test_tokens_with_static_scales():
     expect_plain_run_with_scales(random_model(SMALL), prompts, "int8", "channel")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["head", "channel"])
-def test_static_scales_on_a_mesh(layout: Any):
-    """Two devices have the scales of their KV heads. Their tokens equal the tokens of one device."""
-    name, mesh = "gemma4-k-eq-v", make_mesh({"tensor": 2})
-    prompts = golden(name).prompts
-    scales = calibrate(loaded(name), prompts, "int8", layout)
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], cache_dtype="int8", kv_scales=scales, num_pages=64)
-    _, wanted = run(loaded(name), sizes, prompts)
-    _, outputs = run(load_model(GOLDENS / name, mesh=mesh), dataclasses.replace(sizes, mesh=mesh), prompts)
-    assert [output.output_ids for output in outputs] == [output.output_ids for output in wanted]
-
-
 def test_scales_of_wrong_shapes_raise():
     decoder = random_model(dataclasses.replace(TINY, vocab_size=64))
     right = [np.ones(shape, np.float32) for shape in ((2, 32), (2, 32), (2, 64), (2, 32))]
@@ -460,93 +444,6 @@ def test_scales_of_wrong_shapes_raise():
         decoder.cache_spec(5, 8, "int8", wrong)
     with pytest.raises(ValueError, match="expected k and v of one shape"):
         KVScales((right[0], right[0][0]), (right[0], right[0][0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        *((name, {"tensor": 2}) for name in NAMES),
-        ("gemma4", {"tensor": 4}),
-        ("gemma4-moe", {"expert": 2}),
-        ("gemma4-moe", {"data": 2, "tensor": 2}),
-        ("gemma4-moe", {"data": 3}),  # 8 experts are split over three devices
-        *((name, {"context": 2}) for name in NAMES),
-        ("gemma4", {"context": 4}),
-        ("gemma4-k-eq-v", {"context": 2, "tensor": 2}),
-    ],
-)
-def test_tokens_on_a_mesh_equal_transformers(name: str, axes: dict[str, int]):
-    mesh = make_mesh(axes)
-    decoder = load_model(GOLDENS / name, mesh=mesh)
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=14, mesh=mesh)
-    _, outputs = run(decoder, sizes, golden(name).prompts)
-    expect_golden(name, outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_digest_of_weights_is_the_same_on_a_mesh(name: str):
-    assert weight_digest(load_model(GOLDENS / name, mesh=make_mesh({"tensor": 2}))) == weight_digest(loaded(name))
-
-
-@pytest.mark.slow
-def test_pages_are_exchanged_between_a_mesh_and_one_device():
-    """An engine on one device continues from pages of two devices, for layers with unequal numbers of KV heads."""
-    name, mesh = "gemma4-k-eq-v", make_mesh({"tensor": 2})
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=64)
-    of_mesh, outputs = run(
-        load_model(GOLDENS / name, mesh=mesh), dataclasses.replace(sizes, mesh=mesh), golden(name).prompts
-    )
-    expect_golden(name, outputs)
-    buckets = {"decode_buckets": (3,), "prefill_buckets": (16,), "max_model_len": 104}
-    engine = Engine(loaded(name), dataclasses.replace(sizes, **buckets))
-    engine.import_pages(CachedPages.from_bytes(of_mesh.export_prefix_cache().to_bytes()))
-    again = engine.generate(golden(name).prompts, GREEDY)
-    expect_golden(name, [*again, *again])
-    assert sum(output.cached_tokens for output in again) > 0
-
-
-@pytest.mark.slow
-def test_pages_are_exchanged_between_split_contexts_and_one_device():
-    """Pages of global layers are split by tokens, pages of local layers by heads."""
-    name, mesh = "gemma4", make_mesh({"context": 2})
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=64)
-    one, _ = run(loaded(name), sizes, golden(name).prompts)
-    pages = CachedPages.from_bytes(one.export_prefix_cache().to_bytes())
-    buckets = {"decode_buckets": (3,), "prefill_buckets": (16,), "max_model_len": 104}
-    engine = Engine(load_model(GOLDENS / name, mesh=mesh), dataclasses.replace(sizes, mesh=mesh, **buckets))
-    engine.import_pages(pages)
-    again = engine.generate(golden(name).prompts, GREEDY)
-    expect_golden(name, [*again, *again])
-    assert sum(output.cached_tokens for output in again) > 0
-    exported = engine.export_prefix_cache()
-    for group, other in zip(pages.groups, exported.groups, strict=True):
-        assert {key: array.shape[1:] for key, array in group.items()} == {k: a.shape[1:] for k, a in other.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_prompt_log_probabilities_over_split_contexts(drafts: bool):
-    """Layers without a cache are applied to all prompt tokens, although no device has all keys of the prompt."""
-    expected, mesh = golden("gemma4"), make_mesh({"context": 2})
-    speculate = Speculation(NGramProposer(shortest=1), 3, adaptive=False) if drafts else None
-    sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], num_pages=40, mesh=mesh, max_model_len=104)
-    buckets = {"decode_buckets": (3,), "prefill_buckets": (16,)}
-    engine = Engine(
-        load_model(GOLDENS / "gemma4", mesh=mesh), dataclasses.replace(sizes, speculate=speculate, **buckets)
-    )
-    outputs = engine.generate(expected.prompts, dataclasses.replace(GREEDY, prompt_logprobs=1))
-    expect_golden("gemma4", [*outputs, *outputs])
-    for prompt, output, logits in zip(expected.prompts, outputs, expected["logits"], strict=True):
-        found = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
-        wanted = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.asarray(prompt[1:], np.int32)]
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
-
-
-def test_contexts_divide_the_heads():
-    with pytest.raises(ValueError, match="mesh: context: devices: expected a divisor of 4 query heads, got 3"):
-        load_model(GOLDENS / "gemma4", mesh=make_mesh({"context": 3}))
 
 
 @pytest.fixture

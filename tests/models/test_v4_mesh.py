@@ -148,12 +148,15 @@ def test_mistakes_are_detected(mistake: Callable[[Patch], None], monkeypatch: py
     [
         ("v4", "tensor=1"),
         ("v4", "tensor=2"),
+        ("v4", "expert=2"),
         ("v4", "data=2"),
+        ("v4", "data=4"),
         ("v4", "data=2,expert=4"),
         ("v4", "data=2,tensor=2"),
         ("v4", "data=4,tensor=2"),
         ("v4", "data=8"),  # one expert on each device
         ("v4-published", "expert=2"),  # weights in FP8 and FP4 with scales
+        ("v4-published", "data=2"),
         ("v4-published", "tensor=2"),  # half of the hidden columns of each expert
         ("v4-published", "data=4"),  # six experts: the last device has padding
     ],
