@@ -25,6 +25,7 @@ from pallas_attn.models.cli.command_line import (
     as_failure,
     as_usage_error,
     check_outputs,
+    decimal,
     exit_status,
     write_report,
 )
@@ -33,7 +34,7 @@ from pallas_attn.models.cli.processes import Joined, add_processes, check_proces
 from pallas_attn.models.decoder import AttentionSettings, device_part, make_mesh
 from pallas_attn.models.engine import ProcessError, Processes
 from scripts.bench.engine import several_devices
-from scripts.bench.engine.several_devices import CONFIGS, MeshWork, SplitDecode
+from scripts.bench.engine.several_devices import CONFIGS, SPLIT_DECODES, MeshWork, SplitDecode
 from scripts.bench.harness.device import description, measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
@@ -57,7 +58,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--most-tokens", type=int, metavar="N", help="skip cases with more prompt tokens in total (default: none)"
     )
     parser.add_argument("--exchanges", action="store_true", help="also time an all-reduce and an all-to-all")
-    parser.add_argument("--operation", action="store_true", help="also time latent decode over split contexts")
+    parser.add_argument(
+        "--operation",
+        nargs="*",
+        type=split_decode,
+        metavar="BATCHxTOKENS",
+        help="also time latent decode over split contexts, of BATCH sequences with TOKENS cached tokens each"
+        f" (default: {' '.join(f'{work.batch}x{work.context}' for work in SPLIT_DECODES)})",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each case")
     add_processes(parser.add_argument_group("several processes"))
@@ -71,15 +79,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.layouts = tuple({} if given == "none" else parse_mesh(given) or {} for given in args.mesh)
     except UsageError as error:
         parser.error(str(error))
-    if args.coordinator is not None and (args.exchanges or args.operation or not all(args.layouts)):
+    if args.coordinator is not None and (args.exchanges or args.operation is not None or not all(args.layouts)):
         parser.error("--coordinator: expected layouts of a mesh, without --exchanges and --operation")
+    if args.operation is not None:
+        args.operation = args.operation or SPLIT_DECODES
     return args
+
+
+def split_decode(given: str) -> SplitDecode:
+    """Parse a value of --operation."""
+    batch, context = (decimal(count) for count in given.partition("x")[::2])
+    if not (batch and context):
+        raise argparse.ArgumentTypeError(f"expected BATCHxTOKENS, such as 16x131072, got {given!r}")
+    return SplitDecode(batch, context)
 
 
 def run(args: argparse.Namespace, processes: Processes | None) -> int:
     for layout in filter(None, args.layouts):
         with as_usage_error(ValueError, NotImplementedError, prefix="--mesh: "):
             device_part(CONFIGS[args.config], make_mesh(layout))
+    for operation in args.operation or ():
+        with as_usage_error(ValueError, prefix="--operation: "):
+            operation.check(jax.device_count())
     check_outputs({"--json": args.json if writes(processes) else None})
     console, stopwatch = Console(quiet=not writes(processes)), Stopwatch(samples=3)
     work = MeshWork(
@@ -107,12 +128,14 @@ def run(args: argparse.Namespace, processes: Processes | None) -> int:
             times = f"{found['us']:.1f} us, of the devices {found['device_us']:.1f}"
             console.print(f"{found['exchange']} of {found['rows']} rows: {times}", highlight=False)
         write()
-    if args.operation:
+    if args.operation is not None:
         report["mla_decode"] = []
-        for found in several_devices.decode_over_contexts(SplitDecode(), stopwatch):
-            report["mla_decode"].append(found)
-            console.print(f"mla_decode on {found['devices']}: {found['us']:.1f} us", highlight=False)
-            write()
+        for operation in args.operation:
+            for found in several_devices.decode_over_contexts(operation, stopwatch):
+                report["mla_decode"].append(found)
+                sizes = f"{operation.batch} x {operation.context} tokens"
+                console.print(f"mla_decode, {sizes}, on {found['devices']}: {found['us']:.1f} us", highlight=False)
+                write()
     results: list[dict[str, Any]] = []
     report["results"] = results
     with as_failure(ProcessError):

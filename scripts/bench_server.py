@@ -2,6 +2,7 @@
 
     python scripts/bench_server.py --users 8 32 128 --rates --json-users --json OUT               # users only
     python scripts/bench_server.py --url http://127.0.0.1:8001 --vocab-size 102400 --model NAME   # another server
+    python scripts/bench_server.py --config v2-lite --mesh data=4 --max-num-seqs 64               # four GPUs
     python scripts/bench_server.py --config v3-tiny --paced 20 --users 128                        # no GPU
 
 Without --url, the script makes a model with random weights and a tokenizer with random tokens. It measures:
@@ -14,7 +15,8 @@ Without --url, the script makes a model with random weights and a tokenizer with
 
 The client (`scripts/bench/engine/http_load.py`) and the HTTP server run in other processes. --url sends the same
 requests to another server with the API of OpenAI. --paced replaces the device by waits, 20 ms per step in the example.
-It measures offline, users, and the processor time per token of the event loop and of the engine's thread.
+It measures offline, users, and the processor time per token of the event loop and of the engine's thread. With --mesh,
+sizes such as --max-num-seqs and --step-tokens apply to each data rank.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_attn.models.checkpoints import Tokenizer, load_tokenizer
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import UsageError, as_usage_error, check_outputs, exit_status, write_report
+from pallas_attn.models.cli.mesh import add_mesh, mesh_of, parse_mesh
 from pallas_attn.models.config import GQA_PRESETS, PRESETS, ModelConfig
-from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.decoder import AttentionSettings, device_part
 from pallas_attn.models.engine import EngineConfig
 from pallas_attn.models.llm import LLM, SamplingParams
 from pallas_attn.models.server import http_process
@@ -105,6 +108,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def make_llm(args: argparse.Namespace, tokenizer: Tokenizer) -> LLM:
     """Return an LLM with random weights."""
     config = dataclasses.replace(CONFIGS[args.config], eos_token_ids=(CONFIGS[args.config].vocab_size - 1,))
+    with as_usage_error(ValueError, NotImplementedError, prefix="--mesh: "):
+        mesh = mesh_of(args.mesh)
+        device_part(config, mesh)
     longest = max(args.prompt_tokens, args.shared_tokens + 128) + args.new_tokens + 1
     buckets = {size for size in args.decode_buckets if size < args.max_num_seqs} | {args.max_num_seqs}
     sizes = EngineConfig(
@@ -115,8 +121,9 @@ def make_llm(args: argparse.Namespace, tokenizer: Tokenizer) -> LLM:
         max_model_len=longest,
         decode_buckets=tuple(sorted(buckets)),
         prefill_buckets=tuple(sorted({min(512, args.step_tokens), args.step_tokens})),
+        mesh=mesh,
     )
-    return LLM.of_model(random_model(config, args.dtype, AttentionSettings()), sizes, tokenizer=tokenizer)
+    return LLM.of_model(random_model(config, args.dtype, AttentionSettings(), mesh=mesh), sizes, tokenizer=tokenizer)
 
 
 def offline(llm: LLM, load: Load) -> dict[str, Any]:
@@ -220,7 +227,8 @@ def compared(results: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def own_results(args: argparse.Namespace, llm: LLM, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of each measurement of a model and its server. `folder` has the tokenizer."""
     seconds = llm.engine.warmup()
-    yield {"name": "warmup", "seconds": seconds, "programs": llm.engine.stats().compilations}
+    mesh, programs = llm.engine.config.mesh, llm.engine.stats().compilations
+    yield {"name": "warmup", "seconds": seconds, "programs": programs, "devices": 1 if mesh is None else mesh.size}
     each = loads(args, CONFIGS[args.config].vocab_size - 1)
     for load in each:
         if load.users and load.schema is None:
@@ -279,6 +287,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode-buckets", nargs="+", type=int, default=[8, 32], help="default: 8 32, and the maximum")
     parser.add_argument("--step-tokens", type=int, default=2048, help="maximum tokens of a step (default: 2048)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    add_mesh(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each measurement")
     args = parser.parse_args(argv)
     numbers = (args.rounds, args.requests, args.prompt_tokens, args.shared_tokens, args.new_tokens, *args.users)
@@ -286,6 +295,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("expected positive numbers")
     if args.paced is not None and (args.paced <= 0 or args.url is not None):
         parser.error("--paced: expected a positive number, not with --url")
+    try:
+        args.mesh = parse_mesh(args.mesh)
+    except UsageError as error:
+        parser.error(str(error))
+    if args.mesh is not None and (args.paced is not None or args.url is not None):
+        parser.error("--mesh: expected neither --paced, which replaces the devices, nor --url")
     if args.step_tokens < args.max_num_seqs:
         parser.error("--step-tokens: expected at least --max-num-seqs, one token per request")
     return args

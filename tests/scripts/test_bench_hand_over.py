@@ -51,6 +51,47 @@ def test_secret_is_in_the_environment_and_not_in_the_arguments(monkeypatch: pyte
         assert not any(secret in argument for argument in command)
 
 
-def test_sizes_are_checked() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill_mesh", ["tensor=2", "data=2"])  # equal weights on equal and on different meshes
+def test_whole_prompts_are_transferred_between_meshes(
+    prefill_mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # of the second process
+    out = tmp_path / "out.json"
+    sizes = ["--lengths", "24", "--step-tokens", "16", "--page-size", "4", "--repeats", "2", "--json", str(out)]
+    model = ["--config", "v3-tiny", "--dtype", "float32", "--implementation", "reference"]
+    assert bench_hand_over.main([*sizes, *model, "--mesh", "tensor=2", "--prefill-mesh", prefill_mesh]) == 0
+    [result] = json.loads(out.read_text())["results"]
+    assert (result["prompt_tokens"], result["equal_first_tokens"]) == (24, 2)
+    parts = [result[f"{name}_s"]["least"] for name in hand_over.PARTS]
+    assert min(parts) > 0
+    assert result["two_processes_ttft_s"]["largest"] > sum(parts[2:])
+    assert result["bytes"] > 24 * 4
+    assert "24 tokens: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--repeats", "0"], "--repeats"),
+        (["--prefill-mesh", "tensor"], "--prefill-mesh: expected AXIS=N"),
+    ],
+)
+def test_options_are_checked(wrong: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        bench_hand_over.main(["--repeats", "0"])
+        bench_hand_over.main(wrong)
+    assert named in capsys.readouterr().err
+
+
+def test_impossible_mesh_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_hand_over.main(["--config", "v3-tiny", "--mesh", "tensor=3"]) == 2
+    assert "bench_hand_over: error: --mesh: mesh: tensor: devices" in capsys.readouterr().err
+
+
+def test_a_prefill_process_that_ends_is_noticed() -> None:
+    work = HandOver("v3-tiny", "float32", None, (20,), 16, 4, 1, prefill_mesh={"rows": 2})
+    with (
+        pytest.raises(RuntimeError, match="the process that computes prompts ended with status 1"),
+        hand_over._prefill_process(work, None) as connect,
+    ):
+        connect()

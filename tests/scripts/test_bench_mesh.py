@@ -71,6 +71,26 @@ def test_latent_decode_over_split_contexts_is_timed():
     assert all(np.isfinite(result["us"]) for result in found)
 
 
+def test_sizes_of_split_contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    measured: list[SplitDecode] = []
+    monkeypatch.setattr(
+        several_devices, "decode_over_contexts", lambda work, _: measured.append(work) or [{"devices": 8, "us": 1.0}]
+    )
+    monkeypatch.setattr(several_devices, "run", lambda *args: [])
+    monkeypatch.setattr(bench_mesh, "measure_rates", lambda _: SplitDecode())
+    out = tmp_path / "mesh.json"
+    for given, wanted in (
+        ([], [(64, 32768), (16, 131072), (2, 1048576)]),
+        (["3x512", "1x1048576"], [(3, 512), (1, 1048576)]),
+    ):
+        assert bench_mesh.main(["--config", "v3-tiny", "--json", str(out), "--operation", *given]) == 0
+        assert [(work.batch, work.context) for work in measured] == wanted
+        assert len(json.loads(out.read_text())["mla_decode"]) == len(wanted)
+        measured.clear()
+    assert bench_mesh.main(["--config", "v3-tiny", "--operation", "2x1000"]) == 2
+    assert measured == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -82,6 +102,7 @@ def test_latent_decode_over_split_contexts_is_timed():
         ),
         (["--mesh", "tensor=2", "--process-id=0"], "--coordinator, --num-processes and --process-id"),
         (["--new-tokens", "1"], "--new-tokens 2"),
+        (["--operation", "32768"], "--operation: expected BATCHxTOKENS, such as 16x131072, got '32768'"),
         (["--batch", "0"], "--batch"),
     ],
 )

@@ -62,11 +62,24 @@ def test_time_to_first_token_and_time_between_tokens():
     assert quantiles([]) == {}
 
 
-def test_wrong_options_exit_with_status_2(capsys):
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--step-tokens", "4"], "--step-tokens: expected at least --max-num-seqs"),
+        (["--mesh", "tensor"], "--mesh: expected AXIS=N"),
+        (["--mesh", "tensor=2", "--paced", "20"], "--mesh: expected neither --paced"),
+    ],
+)
+def test_wrong_options_exit_with_status_2(wrong, named, capsys):
     with pytest.raises(SystemExit) as ended:
-        bench_server.parse_args(["--step-tokens", "4"])
+        bench_server.parse_args(wrong)
     assert ended.value.code == 2
-    assert "--step-tokens: expected at least --max-num-seqs" in capsys.readouterr().err
+    assert named in capsys.readouterr().err
+
+
+def test_impossible_mesh_is_an_error(capsys):
+    assert bench_server.main(["--config", "v3-tiny", "--mesh", "tensor=3"]) == 2
+    assert "bench_server: error: --mesh: mesh: tensor: devices" in capsys.readouterr().err
 
 
 def test_share_of_the_offline_rate():
@@ -76,13 +89,16 @@ def test_share_of_the_offline_rate():
 
 
 @pytest.mark.slow
-def test_measurements_of_a_tiny_model(tmp_path):
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "data=2,tensor=2"]])
+def test_measurements_of_a_tiny_model(tmp_path, mesh):
     out = tmp_path / "out.json"
     sizes = ["--users", "2", "--rounds", "1", "--rates", "20", "--requests", "3", "--json-users", "1"]
     sizes += ["--prompt-tokens", "12", "--shared-tokens", "20", "--new-tokens", "6", "--max-num-seqs", "4"]
     options = ["--config", "v3-tiny", "--dtype", "float32", "--step-tokens", "32", "--json", str(out)]
-    assert bench_server.main([*options, *sizes]) == 0
-    results = json.loads(out.read_text())["results"]
+    assert bench_server.main([*options, *sizes, *mesh]) == 0
+    report = json.loads(out.read_text())
+    results = report["results"]
+    assert results[0]["devices"] == (4 if mesh else 1)
     assert [result["name"] for result in results if result.get("failed", 0) == 0] == [
         *("warmup", "offline warm-up", "offline users", "warm-up", "users", "arrivals", "shared prefix", "JSON")
     ]

@@ -12,6 +12,10 @@ consumer had received when the first token of the layered run arrived.
 submission to the first token; the share of page bytes received within the time to the first token of whole steps; and
 the number of first tokens that equal the tokens computed in this process.
 
+Engines on meshes, which do not support layered steps, have a measurement of their own (`run_on_meshes`): the second
+process computes a prompt and exports its pages (`Engine.export_pages`), and this process imports them
+(`Engine.import_pages`) and continues. The report has the time to the first token with and without the second process.
+
 Prompts are random, so no prompt is in a prefix cache.
 """
 
@@ -28,15 +32,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pallas_attn.models.checkpoints import random_model as equal_on_all_meshes
 from pallas_attn.models.config import GQA_PRESETS, PRESETS
-from pallas_attn.models.decoder import AttentionSettings
+from pallas_attn.models.decoder import AttentionSettings, make_mesh
 from pallas_attn.models.engine import (
+    CachedPages,
     Engine,
     EngineConfig,
     RemotePrefill,
@@ -44,6 +50,7 @@ from pallas_attn.models.engine import (
     SocketTransport,
     serve_prefill,
 )
+from pallas_attn.models.engine.kv_transfer.transport import TransportError
 from scripts.bench.engine.random_model import random_model
 
 CONFIGS = PRESETS | GQA_PRESETS
@@ -68,6 +75,8 @@ class HandOver:
       page_size: tokens per page.
       repeats: repetitions of each measurement.
       pieces: chunks of layers per layered step, each launched separately.
+      mesh, prefill_mesh: devices along each axis of the mesh of this process, and of the process that computes prompts;
+        empty for one device.
     """
 
     config: str
@@ -78,13 +87,22 @@ class HandOver:
     page_size: int
     repeats: int
     pieces: int = PIECES
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    prefill_mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def on_meshes(self) -> bool:
+        return bool(self.mesh or self.prefill_mesh)
 
 
-def make_engine(work: HandOver) -> Engine:
+def make_engine(work: HandOver, layout: Mapping[str, int]) -> Engine:
     """Return an engine with a pool for two of the longest prompts. It has at most two sizes of prefill steps, because
     each size is compiled as a whole and as a layered step.
+
+    Both processes have equal weights. Devices draw weights faster than the host, but the values depend on the mesh.
     """
     settings = AttentionSettings(implementation=work.implementation)
+    mesh = make_mesh(layout) if layout else None
     longest = max(work.lengths) + 2
     config = EngineConfig(
         num_pages=2 * -(-longest // work.page_size) + 2,
@@ -94,8 +112,11 @@ def make_engine(work: HandOver) -> Engine:
         max_model_len=longest,
         decode_buckets=(2,),
         prefill_buckets=tuple(sorted({min(work.page_size, work.step_tokens), work.step_tokens})),
+        mesh=mesh,
     )
-    return Engine(random_model(CONFIGS[work.config], work.dtype, settings), config)
+    if work.mesh == work.prefill_mesh:
+        return Engine(random_model(CONFIGS[work.config], work.dtype, settings, mesh=mesh), config)
+    return Engine(equal_on_all_meshes(CONFIGS[work.config], dtype=work.dtype, settings=settings, mesh=mesh), config)
 
 
 def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
@@ -106,7 +127,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
         return rng.integers(0, CONFIGS[work.config].vocab_size, length).tolist()
 
     with _prefill_process(work, prefill_device) as connect:
-        engine = make_engine(work)
+        engine = make_engine(work, {})
         warm_up(engine, work.pieces, whole=True)
         connection, secret = connect()
         transport = _TimedTransport(connection)
@@ -154,15 +175,84 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
         remote.close()
 
 
+def run_on_meshes(work: HandOver, prefill_devices: str | None) -> Iterator[dict[str, Any]]:
+    """Measure the transfer of whole prompts between engines on meshes, one result per prompt length."""
+    rng = np.random.default_rng(0)
+    with _prefill_process(work, prefill_devices) as connect:
+        engine = make_engine(work, work.mesh)
+        warm_up(engine, 0, whole=True)
+        transport = SocketTransport(connect()[0], timeout_s=600, max_bytes=MOST_BYTES)
+
+        def measure(length: int) -> dict[str, float]:
+            prompt = rng.integers(0, CONFIGS[work.config].vocab_size, length).tolist()
+            began = time.perf_counter()
+            transport.send({"prompt": prompt})
+            times, arrays = transport.receive()
+            received = time.perf_counter()
+            imported = engine.import_pages(CachedPages.from_bytes(arrays["pages"].tobytes()))
+            ended = time.perf_counter()
+            if imported < length // work.page_size * work.page_size:
+                raise RuntimeError(f"expected the pages of {length} tokens, imported pages of {imported}")
+            rest, token = _local(engine, prompt)
+            alone, same = _local(engine, prompt, salt="alone")
+            return {
+                **times,
+                "transfer_s": received - began - sum(times.values()),
+                "import_s": ended - received,
+                "bytes": arrays["pages"].nbytes,
+                "two_processes_ttft_s": ended - began + rest,
+                "ttft_s": alone,
+                "equal_first_tokens": token == same,
+            }
+
+        for length in (*work.lengths, *work.lengths):  # the first round is unmeasured: it loads kernels
+            measure(length)
+        for length in work.lengths:
+            runs = [measure(length) for _ in range(work.repeats)]
+            yield {
+                "prompt_tokens": length,
+                **{f"{name}_s": summary([run[f"{name}_s"] for run in runs]) for name in PARTS},
+                "bytes": runs[0]["bytes"],
+                "equal_first_tokens": sum(run["equal_first_tokens"] for run in runs),
+            }
+        transport.close()
+
+
+PARTS = ("ttft", "two_processes_ttft", "prefill", "export", "transfer", "import")
+"""Measured times of `run_on_meshes`: to the first token in this process, and with the second process, and its parts."""
+
+
+MOST_BYTES = 2**40
+"""Maximum size of a message with the pages of a prompt."""
+
+
+def _serve_whole(engine: Engine, transport: SocketTransport) -> None:
+    """Compute prompts and send their pages, until the other process closes the connection."""
+    while True:
+        try:
+            message, _ = transport.receive()
+        except TransportError:
+            return
+        began = time.perf_counter()
+        request = engine.add_request(message["prompt"], SamplingParams(max_tokens=1, ignore_eos=True))
+        _finish(engine, request)
+        computed = time.perf_counter()
+        pages = np.frombuffer(engine.export_pages(request).to_bytes(), np.uint8)
+        times = {"prefill_s": computed - began, "export_s": time.perf_counter() - computed}
+        engine.forget(request)
+        transport.send(times, {"pages": pages})
+
+
 def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
-    """Compile the prefill steps as layered steps, and also as whole steps if `whole` is set. No step of this benchmark
-    decodes.
+    """Compile the prefill steps as layered steps of `pieces` chunks, unless it is 0, and also as whole steps if `whole`
+    is set. No step of this benchmark decodes.
     """
     buckets = [bucket for bucket in engine._runner.buckets() if not bucket.decode_rows]
     if whole:
         engine._runner.compile(buckets)
-    engine._runner.cut_steps(pieces)
-    engine._runner.compile_layers(buckets)
+    if pieces:
+        engine._runner.cut_steps(pieces)
+        engine._runner.compile_layers(buckets)
 
 
 class _TimedTransport(SocketTransport):
@@ -189,7 +279,14 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def line(result: dict[str, Any]) -> str:
-    """Format a result as one line."""
+    """Format a result of `run` or `run_on_meshes` as one line."""
+    if "transfer_s" in result:
+        alone, apart, *parts = (f"{result[f'{name}_s']['median'] * 1e3:.1f} ms" for name in PARTS)
+        shares = ", ".join(f"{name} {part}" for name, part in zip(PARTS[2:], parts, strict=True))
+        return (
+            f"{result['prompt_tokens']} tokens: {alone} to the first token, two processes {apart} ({shares};"
+            f" {result['bytes'] / 1e6:.1f} MB; {result['equal_first_tokens']} first tokens equal)"
+        )
     times = {
         name: f"{result[name]['median'] * 1e3:.1f} ms"
         for name in ("whole_ttft_s", "layered_ttft_s", "export_s", "two_processes_ttft_s")
@@ -258,14 +355,21 @@ def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[]
         address = str(Path(folder) / "pages")
         listener.bind(address)
         listener.listen()
-        listener.settimeout(600)
+        listener.settimeout(1)
         environment = os.environ | {SECRET: secret} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         command = [sys.executable, "-m", __name__, address, json.dumps(dataclasses.asdict(work))]
         process = subprocess.Popen(command, env=environment)
         connections = contextlib.ExitStack()
+
+        def connect() -> tuple[socket.socket, bytes]:
+            while process.poll() is None:
+                with contextlib.suppress(TimeoutError):
+                    return connections.enter_context(listener.accept()[0]), secret.encode()
+            raise RuntimeError(f"the process that computes prompts ended with status {process.returncode}")
+
         try:
             with connections:
-                yield lambda: (connections.enter_context(listener.accept()[0]), secret.encode())
+                yield connect
             process.wait(60)
         finally:
             process.kill()
@@ -279,11 +383,14 @@ def main(argv: list[str]) -> None:
     given: dict[str, Any] = json.loads(text)
     given["lengths"] = tuple(given["lengths"])
     work = HandOver(**given)
-    engine = make_engine(work)
-    warm_up(engine, PIECES, whole=False)
+    engine = make_engine(work, work.prefill_mesh)
+    warm_up(engine, 0 if work.on_meshes else PIECES, whole=work.on_meshes)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     secret = os.environ.pop(SECRET).encode()
+    if work.on_meshes:
+        _serve_whole(engine, SocketTransport(connection, timeout_s=600, max_bytes=MOST_BYTES))
+        return
     serve_prefill(engine, SocketTransport(connection, timeout_s=600), timeout_s=600, secret=secret)
 
 

@@ -6,7 +6,7 @@ A layout is a mesh: the number of devices along each axis. There are three measu
 each layout. A new model with random weights is made for each layout.
 - Exchanges (`exchanges`). The time of an all-reduce and of an all-to-all among all devices, by number of bytes.
 - Operation (`decode_over_contexts`). `mla_decode` with 128 heads on one device, and with the tokens of each context
-split over several devices.
+split over several devices, by batch and context length.
 """
 
 from __future__ import annotations
@@ -266,12 +266,26 @@ class SplitDecode:
     page_size: int = 64
     calls: int = 16
 
+    def check(self, devices: int) -> None:
+        """Raise ValueError if the pages or the heads do not divide evenly among `devices` devices."""
+        if self.context % (self.page_size * devices):
+            raise ValueError(
+                f"context: expected a multiple of {self.page_size} tokens per page x {devices} devices,"
+                f" got {self.context}"
+            )
+        if self.heads % devices:
+            raise ValueError(f"heads: expected a multiple of {devices} devices, got {self.heads}")
+
+
+SPLIT_DECODES = (SplitDecode(64, 2**15), SplitDecode(16, 2**17), SplitDecode(2, 2**20))
+"""Contexts of 32k, 128k and 1M tokens with 2.4 GB of latents."""
+
 
 def decode_over_contexts(work: SplitDecode, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
     """Time `mla_decode` on one device, and with the pages of each context distributed over 2, 4, ... and all
     devices.
     """
-    columns = -(-work.context // work.page_size)
+    columns = work.context // work.page_size
     table = np.random.default_rng(0).permutation(work.batch * columns).astype(np.int32).reshape(work.batch, columns)
     for devices in sorted({2**i for i in range(jax.device_count().bit_length())} | {jax.device_count()}):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("context",), axis_types=(AxisType.Auto,))
