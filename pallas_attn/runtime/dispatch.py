@@ -42,6 +42,11 @@ NAMES = ("mosaic", "triton", "xla", "reference")
 KERNELS = frozenset({"mosaic", "triton"})
 """Implementations that are slow to lower. Their lowered form is cached."""
 
+MOSAIC_JAX = (0, 11, 2)
+"""Oldest version of jax for the Mosaic kernels. The interpreter of earlier versions does not run them, so that no test
+would cover them without a GPU.
+"""
+
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
 """Default for calls with implementation=None: comma-separated names that are tried in order. Read when a call is
 traced.
@@ -166,10 +171,14 @@ def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunctio
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has no implementation of this name, or none for this device.
+      NotImplementedError: the operation has no implementation of this name, none for this device, or none for this
+        version of jax.
     """
     if name not in implementations(op):
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
+    if name == "mosaic" and jax.__version_info__ < MOSAIC_JAX:
+        oldest = ".".join(map(str, MOSAIC_JAX))
+        raise NotImplementedError(f"needs jax {oldest} or later, this is jax {jax.__version__}")
     module = MODULES[op].get((name, None))
     for_this_card = module is None
     if module is None:

@@ -103,7 +103,11 @@ class Backend:
 
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-        """Return a context in which calls of the backend run on this machine, compiled or interpreted."""
+        """Return a context in which calls of the backend run on this machine, compiled or interpreted. Skip the test if
+        this version of jax is too old for the backend.
+        """
+        if self.name == "mosaic" and jax.__version_info__ < dispatch.MOSAIC_JAX:
+            pytest.skip(f"mosaic does not run with jax {jax.__version__}")
         with contextlib.ExitStack() as stack:
             if self.interpreter and self.interpreted:
                 if self.architecture:

@@ -120,6 +120,19 @@ def test_device_selects_the_architecture(implement: Callable[..., None], monkeyp
         dispatch.run(CALL, "mosaic")
 
 
+def test_mosaic_needs_a_newer_jax_than_the_others(
+    of_a_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_card(mosaic=works("mosaic"), xla=works("xla"))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(NotImplementedError, match=r"^needs jax 0\.11\.2 or later, this is jax 0\.10\.2$"):
+        dispatch.run(CALL, "mosaic")
+    assert dispatch.run(CALL, None) == "xla"
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert dispatch.run(CALL, "mosaic") == "mosaic"
+
+
 # --- candidates
 
 
