@@ -32,9 +32,14 @@ ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
 
-# `test-jax`: suites that cover each implementation in minutes, and the packages that they need.
+# `test-jax`: versions of jax (0.12 is its newest patch), suites that cover each implementation in minutes, and the packages
+# that they need. Nightly versions are only in an index of their own.
+JAX := 0.10.2 0.11.2 0.12 nightly
+jax_packages = $(if $(filter nightly,$1),$(if $(UV),--prerelease allow,--pre) --extra-index-url $(NIGHTLY) 'jax>0.12.0.1' jaxlib,\
+	'jax==$1.*' 'jaxlib==$1.*')
+NIGHTLY := https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
 CONTRACT_SUITES := tests/contract/test_mla_decode.py tests/contract/test_paged_attention.py tests/contract/test_index_keys.py \
-	tests/ops/test_write_kv.py
+	tests/ops/test_write_kv.py tests/contract/test_compat_jax_gpu.py
 OF_CONTRACT_SUITES := editables flatbuffers 'numpy>=2.0' 'jaxtyping>=0.3' 'triton>=3.6' 'flax>=0.12' \
 	pytest pytest-xdist pytest-timeout hypothesis chex beartype
 
@@ -76,14 +81,18 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that py
 	@echo "skipped: tests/aot except for Triton (the compilers are pinned to the jax of constraints.txt), and tests marked slow or gpu"
 	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore-glob='tests/aot/test_[!t]*'
 
+test-jax: $(JAX:%=test-jax-%)  ## contract and compat suites, interpreted, on several versions of jax (JAX="0.10.2 0.12"); writes benchmarks/results/jax_versions.json
+	$(BIN)/python -m scripts.tools.jax_versions $(JAX)
+
+# A version that cannot be installed, and tests that fail, do not end the target: the results have the reason.
 # `--no-deps`: pip would not install a jax that pyproject.toml does not admit. Packages other than jax are the newest.
-test-jax: | $(BIN)/python  ## contract suites of xla, triton and mosaic, interpreted, on another jax (JAX=0.12.0)
-	@test -n "$(JAX)" || { echo "name a version of jax: make test-jax JAX=0.12.0"; exit 1; }
-	$(call create,.venv-jax-$(JAX),--without-pip)
-	$(call install,.venv-jax-$(JAX)) jax==$(JAX) jaxlib==$(JAX) $(OF_CONTRACT_SUITES)
-	$(call install,.venv-jax-$(JAX)) --no-deps -e .
-	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-jax-$(JAX)/bin/python -m pytest $(MEASURED) -m "not slow and not gpu" \
-		--junitxml=.pytest_cache/test-jax-$(JAX).xml $(CONTRACT_SUITES)
+test-jax-%: | $(BIN)/python
+	rm -rf .venv-jax-$* .pytest_cache/test-jax-$*.xml
+	$(call create,.venv-jax-$*,--without-pip)
+	-$(call install,.venv-jax-$*) $(call jax_packages,$*) $(OF_CONTRACT_SUITES) >.venv-jax-$*/install.log 2>&1 && \
+		$(call install,.venv-jax-$*) --no-deps -e . && \
+		$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-jax-$*/bin/python -m pytest $(MEASURED) -m "not slow and not gpu" \
+		--junitxml=.pytest_cache/test-jax-$*.xml $(CONTRACT_SUITES)
 
 tile-budget: $(VENV)/test.stamp $(AOT)  ## cost of each kernel's main loop per tile, compared with the time of its memory accesses
 	rm -rf .aot/listings

@@ -21,6 +21,7 @@ from typing import Any
 
 from pallas_attn.models.cli.output_files import output_file
 from scripts.tools.charts import Line, Panel, bars, lines
+from scripts.tools.jax_versions import GROUPS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,6 +29,7 @@ DOCUMENTS = (
     *(f"docs/performance/{page}.md" for page in ("gqa_decode", "mla_decode", "sparse_attention", "prefill")),
     *(f"docs/performance/{page}.md" for page in ("writes_and_plans", "engine", "quantised_caches")),
     "docs/kernels/triton.md",
+    "docs/support.md",
 )
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -62,6 +64,8 @@ BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-
 
 BUILDS_OF = {"mla_sparse": BUILDS | {"flash-mla": "FlashMLA of vLLM 0.26.0"}}
 """Exceptions from `BUILDS` by operation."""
+
+IMPLEMENTATIONS = ("xla", "triton", "mosaic")
 
 DTYPES = {"float8_e4m3fn": "fp8"}
 """Names of cache dtypes that documents shorten."""
@@ -600,6 +604,33 @@ def lost_weights(stem: str) -> Callable[[str], str]:
     return write
 
 
+def jax_versions(stem: str) -> Callable[[str], str]:
+    """Return a writer of the table of `make test-jax`: passed, failed and skipped tests by version of jax and group."""
+
+    def write(document: str) -> str:
+        rows, notes = [], []
+        for entry in read(stem)["jax_versions"]:
+            if (missing := entry.get("not_installed") or entry.get("not_run")) is not None:
+                rows.append([entry["name"], *[""] * (1 + len(GROUPS))])
+                notes.append(f"- {entry['name']}: `{missing}`\n")
+                continue
+            name, results = f"{entry['versions']['jax']}", entry["results"]
+            counts = [[results[group][kind] for kind in ("passed", "failed", "skipped")] for group in GROUPS]
+            rows.append([name, entry["versions"]["triton"], *(" / ".join(map(str, count)) for count in counts)])
+            notes += [
+                f"- {name}, {group}: `{found['first_failed']}`, {found['reason']!r}\n"
+                for group, found in results.items()
+                if found["failed"]
+            ]
+        headings = ["jax", "triton", *(f"`{group}`" if group in IMPLEMENTATIONS else group for group in GROUPS)]
+        failed = (
+            ["\nFirst failed test of each group, and versions that could not be tested:\n\n", *notes] if notes else []
+        )
+        return table(headings, rows) + "".join(failed) + "\n" + provenance(stem, [], document) + "\n"
+
+    return write
+
+
 GRID = Cases("mla_decode_grid_nvidia_h200")
 TABLES: dict[str, Callable[[str], str]] = {
     "paged_decode": operation(Cases("paged_decode_nvidia_h200")),
@@ -660,6 +691,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "fp8-lost-weights": lost_weights("fp8_attention_costs"),
     "engine-shared-prefix": shared_prefix("engine_shared_prefix_nvidia_h200"),
     "engine-head-windows": head_windows("engine_head_windows_nvidia_h200"),
+    "jax-versions": jax_versions("jax_versions"),
 }
 
 
