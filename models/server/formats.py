@@ -17,10 +17,13 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 CALL_BEGIN, CALL_SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DSML = "｜DSML｜"
+GEMMA_CALL, END_GEMMA_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA_CHANNEL, END_GEMMA_CHANNEL = "<|channel>", "<channel|>"
 
 QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 DEEPSEEK_ENDS = ("<｜end▁of▁sentence｜>",)
 GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+GEMMA_ENDS = ("<turn|>", "<eos>", "<|tool_response>")
 THINK_ENDS = (*QWEN_ENDS, *DEEPSEEK_ENDS, *GLM_ENDS[1:])
 """Special tokens that end a message in formats with <think> tags."""
 
@@ -30,17 +33,22 @@ class ParserNames(NamedTuple):
 
     Attributes:
       tool_calls: a key of `tool_calls.PARSERS`.
-      reasoning: an entry of `REASONING`. "think": text in <think> tags. "gpt_oss": the harmony format.
+      reasoning: an entry of `REASONING`. "think": text in <think> tags. "gemma4": the channel "thought". "gpt_oss": the
+        harmony format.
     """
 
     tool_calls: str | None
     reasoning: str | None
 
 
-REASONING = ("think", "gpt_oss")
+TAGS = {"think": (THINK, END_THINK), "gemma4": (f"{GEMMA_CHANNEL}thought\n", END_GEMMA_CHANNEL)}
+"""Texts before and after the reasoning, by format."""
+
+REASONING = (*TAGS, "gpt_oss")
 """Formats of reasoning."""
 
 _SIGNS = {
+    "gemma4": (f"{GEMMA_CALL}call:",),
     "deepseek_v3": (CALL_BEGIN, "```json"),
     "deepseek_v31": (CALL_BEGIN,),
     "glm": ("<arg_key>",),
@@ -59,6 +67,8 @@ def family_of(model_type: str, chat_template: str | None) -> ParserNames:
     if CHANNEL in template or (model_type == "gpt_oss" and chat_template is not None):
         return ParserNames("gpt_oss", "gpt_oss")
     reasoning = "think" if END_THINK in template or THINK in template else None
+    if GEMMA_CHANNEL in template:
+        reasoning = "gemma4"
     for family, signs in _SIGNS.items():
         if all(sign in template for sign in signs):
             if family is None:

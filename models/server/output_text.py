@@ -119,6 +119,11 @@ class JsonObject:
         self._allowed = "{"
         self._in_string = self._is_key = False
 
+    @property
+    def expects_key(self) -> bool:
+        """Whether the next character, except white space, starts a key or ends an object without entries."""
+        return '"' in self._allowed and "{" not in self._allowed
+
     def accept(self, text: str) -> int:
         """Return the number of characters of a further part that belong to the object. Numbers, words and escapes count
         when they are complete. The next part starts with the characters that were not accepted."""
@@ -161,7 +166,7 @@ class JsonObject:
             self._open.pop()
             self._end_value()
         elif char == '"':
-            self._in_string, self._is_key = True, "{" not in self._allowed
+            self._in_string, self._is_key = True, self.expects_key
         else:
             self._allowed = '"' if char == "," and self._open[-1] == "{" else _VALUE
 

@@ -5,7 +5,21 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pallas_attn.models.server.formats import CHANNEL, END_THINK, MESSAGE, MESSAGE_ENDS, START, THINK, THINK_ENDS
+from pallas_attn.models.server.formats import (
+    CHANNEL,
+    END_GEMMA_CHANNEL,
+    END_THINK,
+    GEMMA_CALL,
+    GEMMA_CHANNEL,
+    GEMMA_ENDS,
+    MESSAGE,
+    MESSAGE_ENDS,
+    REASONING,
+    START,
+    TAGS,
+    THINK,
+    THINK_ENDS,
+)
 from pallas_attn.models.server.output_text import OutputParser, Steps
 
 type Piece = tuple[Literal["reasoning", "content"], str]
@@ -13,7 +27,7 @@ type Piece = tuple[Literal["reasoning", "content"], str]
 
 def starts_in_reasoning(prompt: str) -> bool:
     """Return whether a rendered prompt ends with the tag that opens the reasoning."""
-    return prompt.rstrip().endswith(THINK)
+    return prompt.rstrip().endswith(tuple(start.rstrip() for start, _ in TAGS.values()))
 
 
 class ReasoningParser(OutputParser[Piece]):
@@ -34,12 +48,23 @@ class ReasoningParser(OutputParser[Piece]):
         yield from self._read_all(self._content)
 
 
-class _Think(ReasoningParser):
-    """Reasoning in <think> tags at the start of the output. White space around the tags is removed."""
+class _Tags(ReasoningParser):
+    """Base class of formats with an entry of `TAGS`."""
 
     def __init__(self, prompt: str):
         self._is_inside, self._space = starts_in_reasoning(prompt), ""
         super().__init__()
+
+    def _stripped_reasoning(self, text: str) -> None:
+        text = self._space + text
+        end = len(text.rstrip())
+        self._space = text[end:]  # it is lost if the reasoning ends here
+        if end:
+            self._reasoning(text[:end])
+
+
+class _Think(_Tags):
+    """Reasoning in <think> tags at the start of the output. White space around the tags is removed."""
 
     def _parse(self) -> Steps[None]:
         space = yield from self._read_space()
@@ -52,12 +77,29 @@ class _Think(ReasoningParser):
             self._rest = space + self._rest
         yield from self._read_all(self._content)
 
-    def _stripped_reasoning(self, text: str) -> None:
-        text = self._space + text
-        end = len(text.rstrip())
-        self._space = text[end:]  # it is lost if the reasoning ends here
-        if end:
-            self._reasoning(text[:end])
+
+class _Channels(_Tags):
+    """Reasoning in channels of Gemma 4, which may follow content. A tool call also ends the reasoning, because the
+    model sometimes omits the end of the channel."""
+
+    def _parse(self) -> Steps[None]:
+        marker: str | None = GEMMA_CHANNEL if self._is_inside else ""
+        while marker is not None:
+            if marker == GEMMA_CHANNEL:
+                marker = yield from self._read_channel()
+            else:
+                if marker == GEMMA_CALL:
+                    self._content(marker)
+                marker = yield from self._read_until((GEMMA_CHANNEL, END_GEMMA_CHANNEL), self._content)
+
+    def _read_channel(self) -> Steps[str | None]:
+        """Consume the reasoning in a channel. Consume and return the marker that ends it."""
+        yield from self._read_prefix("thought\n")
+        yield from self._read_space()
+        markers = (GEMMA_CHANNEL, END_GEMMA_CHANNEL, GEMMA_CALL, *GEMMA_ENDS)
+        while (marker := (yield from self._read_until(markers, self._stripped_reasoning))) in GEMMA_ENDS:
+            pass
+        return marker
 
 
 class _HarmonyReasoning(ReasoningParser):
@@ -86,7 +128,7 @@ def reasoning_parser(family: str | None, prompt: str = "") -> ReasoningParser:
 
     Args:
       family: `ParserNames.reasoning`.
-      prompt: the rendered prompt. The output starts inside the reasoning if the prompt ends with <think>.
+      prompt: the rendered prompt. The output starts inside the reasoning if the prompt ends with the tag that opens it.
 
     Raises:
       ValueError: unknown family.
@@ -96,6 +138,8 @@ def reasoning_parser(family: str | None, prompt: str = "") -> ReasoningParser:
             return ReasoningParser()
         case "think":
             return _Think(prompt)
+        case "gemma4":
+            return _Channels(prompt)
         case "gpt_oss":
             return _HarmonyReasoning()
-    raise ValueError(f"family: expected think, gpt_oss or None, got {family!r}")
+    raise ValueError(f"family: expected {', '.join(REASONING)} or None, got {family!r}")

@@ -19,9 +19,13 @@ from pallas_attn.models.server.formats import (
     DEEPSEEK_ENDS,
     DSML,
     END_CALL,
+    END_GEMMA_CALL,
+    GEMMA_CALL,
+    GEMMA_ENDS,
     GLM_ENDS,
     MESSAGE,
     MESSAGE_ENDS,
+    QUOTE,
     QWEN_ENDS,
     START,
     Tool,
@@ -36,6 +40,8 @@ _JSON_CALL = re.compile(
     rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"([^"\\\x00-\x1f]{{1,{_MAX_NAME}}})"{_SPACE},'
     rf'{_SPACE}"(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
 )
+_GEMMA_TOKEN = re.compile(rf'[{{}}\[\],:]|{re.escape(QUOTE)}|[^{{}}\[\],:<"]{{1,{_MAX_NAME}}}(?=[{{}}\[\],:<])')
+_PARTIAL_GEMMA_WORD = re.compile(rf'[^{{}}\[\],:<"]{{0,{_MAX_NAME}}}')
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _PARTIAL_RECIPIENT = re.compile(rf"\s*(?:t|to|to=[^\s<]{{0,{_MAX_NAME}}}\s*)?")
 _HEADER_MARKERS = re.compile(r"<\|(?:start|channel|constrain)\|>")
@@ -82,6 +88,8 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
       between: None if a message has at most one call.
       parameter, after_value: None if the arguments are a JSON object; otherwise texts before and after the value of
         each argument. {is_text} stands for true or false.
+      quote: None, or the marker before and after strings, if the arguments are a JSON object with this marker instead
+        of quotation marks, and without quotation marks around keys.
 
     Args:
       tools: tools of the request. Without tools, calls are content.
@@ -92,6 +100,7 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
     first = head = tail = last = after_value = ""
     between: str | None = None
     parameter: str | None = None
+    quote: str | None = None
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self._tools = {tool["function"]["name"]: properties_of(tool["function"].get("parameters")) for tool in tools}
@@ -158,6 +167,9 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
             if found.is_complete or found.is_invalid or self._is_complete:
                 return has_started
             yield
+
+    def _string_part(self, text: str) -> None:
+        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _read_json_call(self) -> Steps[bool]:
         """Consume a call of the form {"name": ..., "arguments": {...}}. The arguments are returned as they arrive, if
@@ -370,9 +382,6 @@ class _Tagged(ToolCallParser):
             self._argument('"' if is_string else _as_json(text))
         return end is not None
 
-    def _string_part(self, text: str) -> None:
-        self._argument(json.dumps(text, ensure_ascii=False)[1:-1])
-
 
 class _QwenCoder(_Tagged):
     ends, markers = QWEN_ENDS, (CALL, END_CALL)
@@ -422,6 +431,70 @@ def _as_json(text: str) -> str:
 
 def _reject(constant: str) -> None:
     raise ValueError(f"not JSON: {constant}")
+
+
+class _Gemma(ToolCallParser):
+    """Calls of Gemma 4: call:NAME{key:value,...}. Strings have no escapes."""
+
+    ends, markers, quote = GEMMA_ENDS, (GEMMA_CALL, END_GEMMA_CALL), QUOTE
+    head, tail, between = f"{GEMMA_CALL}call:{{name}}", END_GEMMA_CALL, ""
+
+    def _read_call(self, marker: str) -> Steps[None]:
+        if marker != GEMMA_CALL:
+            return
+        space = yield from self._read_space()
+        if not (yield from self._read_prefix("call:")):
+            self._content(space)
+            return
+        parts: list[str] = []
+        end = yield from self._read_until(("{", "\n", *self._markers), parts.append)
+        name = "".join(parts)
+        if end == "{" and self._is_function(name):
+            self._start_call(name)
+            yield from self._read_quoted_object()
+        else:
+            self._content(f"call:{name}")
+            self._rest = (end or "") + self._rest
+
+    def _read_quoted_object(self) -> Steps[None]:
+        """Consume the arguments after their first brace, and add them as JSON."""
+        found, token = JsonObject(), "{"
+        while True:
+            text = _JSON_TOKENS.get(token, token)
+            if token not in _JSON_TOKENS and found.expects_key:
+                text = json.dumps(token, ensure_ascii=False) if self._is_function(token) else ""
+            found.accept(text + " ")
+            if found.is_invalid or not text:
+                self._rest = token + self._rest
+                return
+            self._argument(text)
+            if token == QUOTE:
+                if (yield from self._read_until((QUOTE,), self._string_part)) is None:
+                    return
+                found.accept(text)
+                self._argument(text)
+            if found.is_complete:
+                return
+            token = yield from self._read_token()
+
+    def _read_token(self) -> Steps[str]:
+        """Consume and return a bracket, a comma, a colon, a quotation mark, or the key, number or word before one of
+        them, without white space around it. Return "" before other text and at the end."""
+        while True:
+            self._rest = self._rest.lstrip()
+            if (found := _GEMMA_TOKEN.match(self._rest)) is not None:
+                self._rest = self._rest[found.end() :]
+                return found.group().rstrip()
+            if not (QUOTE.startswith(self._rest) or _PARTIAL_GEMMA_WORD.fullmatch(self._rest)):
+                return ""
+            if self._is_complete:
+                self._rest = ""  # an unfinished key, number or word
+                return ""
+            yield
+
+
+_JSON_TOKENS = {QUOTE: '"', ",": ", ", ":": ": ", **{bracket: bracket for bracket in "{}[]"}}
+"""JSON of the tokens of Gemma 4's arguments that are not keys, numbers or words."""
 
 
 class _Harmony(ToolCallParser):
@@ -485,6 +558,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
     "deepseek_v32": _Dsml,
     "deepseek_v4": _DsmlV4,
     "glm": _Glm,
+    "gemma4": _Gemma,
     "gpt_oss": _Harmony,
 }
 """Formats of tool calls by name."""

@@ -15,10 +15,9 @@ from pallas_attn.models.engine import StructuredOutputs
 from pallas_attn.models.server.formats import (
     CHANNEL,
     END,
-    END_THINK,
     MESSAGE,
     START,
-    THINK,
+    TAGS,
     ParserNames,
     Tool,
     is_text,
@@ -31,6 +30,30 @@ from pallas_attn.models.server.tool_calls import PARSERS, ToolCallParser
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _ANY_TEXT = "(?s:.*)"
+
+_KEY = re.compile(r"[\w$@./-]+(?: [\w$@./-]+)*")
+_FREE_KEY = "/[A-Za-z_][A-Za-z0-9_-]*/"
+_ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "$schema",
+    "$id",
+    "$comment",
+    "$defs",
+    "definitions",
+}
+_WITHOUT_GRAMMAR = {
+    None: {"not", "if", "dependencies"},
+    "object": {
+        *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
+        *("dependentSchemas", "unevaluatedProperties"),
+    },
+    "array": {"prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems"},
+}
+"""Keywords of JSON schemas that `_QuotedValues` does not support, by type; None for all types."""
 
 
 class _Lark:
@@ -68,11 +91,14 @@ class _Lark:
             return f"/{pattern}{ending}/ {self.text(marker.removeprefix(before))}"
         return self.rule(f"/{pattern}/", f"[suffix={json.dumps(marker, ensure_ascii=False)}]")
 
-    def rule(self, expression: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
-        name = next(self._names)
+    def rule(self, expression: str, options: str = "", name: str | None = None) -> str:
+        """Add a rule, and return its name. A rule that uses itself has a name from `new_name`."""
+        name = name or self.new_name()
         self.rules.append(f"{name}{options}: {expression}")
         return name
+
+    def new_name(self) -> str:
+        return next(self._names)
 
     def grammar(self, start: str) -> StructuredOutputs:
         # Without `no_forcing`, a common start of two markers would have to be generated as its own tokens.
@@ -93,7 +119,7 @@ def tool_grammar(
 
     The arguments match the JSON schema of the tool. For GLM, Qwen3-Coder and DeepSeek V3.2 and V4, which write strings
     without quotation marks, `enum`, `const`, `pattern`, `minLength` and `maxLength` of strings apply, and properties
-    have the order of the schema.
+    have the order of the schema. The same keywords apply to strings of Gemma 4, whose properties are sorted.
 
     Args:
       names: parsers of the model.
@@ -105,7 +131,8 @@ def tool_grammar(
 
     Raises:
       ValueError: there is no tool with this name, or its parameters are not the schema of an object.
-      NotImplementedError: the format of the model's tool calls is not known.
+      NotImplementedError: the format of the model's tool calls is not known, or it is that of Gemma 4 and a schema has
+        a keyword or a name without a grammar.
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not functions:
@@ -152,12 +179,15 @@ def _after_reasoning(lark: _Lark, names: ParserNames, prompt: str, answer: str) 
     if names.reasoning == "gpt_oss":
         analysis = f"{lark.text(CHANNEL, 'analysis', MESSAGE)} {lark.up_to(END)} {lark.text(START, 'assistant')}"
         return f"({analysis})? {answer}"
-    if names.reasoning is None or prompt.rstrip().endswith(END_THINK):
+    if names.reasoning is None:
         return answer
-    space = '("\\n")* '
+    start, end = TAGS[names.reasoning]
+    if prompt.rstrip().endswith(end):
+        return answer
+    reasoning = lark.up_to(end) + (' ("\\n")*' if names.reasoning == "think" else "")
     if starts_in_reasoning(prompt):
-        return f"{lark.up_to(END_THINK)} {space}{answer}"
-    return f"({lark.text(THINK)} {lark.up_to(END_THINK)} {space})? {answer}"
+        return f"{reasoning} {answer}"
+    return f"({lark.text(start)} {reasoning})? {answer}"
 
 
 def _call(lark: _Lark, form: type[ToolCallParser], function: Mapping[str, Any]) -> str:
@@ -168,9 +198,12 @@ def _call(lark: _Lark, form: type[ToolCallParser], function: Mapping[str, Any]) 
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError(f"tools: expected parameters of {name} to be the schema of an object")
     schema = {**schema, "type": "object"}
-    arguments = (
-        _json(lark, schema) if form.parameter is None else _values(lark, schema, form.parameter, form.after_value)
-    )
+    if form.quote is not None:
+        arguments = _QuotedValues(lark, schema, form.quote).expression(schema)
+    elif form.parameter is not None:
+        arguments = _values(lark, schema, form.parameter, form.after_value)
+    else:
+        arguments = _json(lark, schema)
     return lark.rule(f"{lark.text(form.head.replace('{name}', name))} {arguments} {lark.text(form.tail)}")
 
 
@@ -201,6 +234,144 @@ def _values(lark: _Lark, schema: Mapping[str, Any], parameter: str, end: str) ->
             entry = f"{start} {_json(lark, whole)} {lark.text(end)}"
         entries.append(lark.rule(entry) + ("" if key in required else "?"))
     return " ".join(entries)
+
+
+class _QuotedValues:
+    """Expressions for JSON values with a marker instead of quotation marks, and without quotation marks around keys.
+
+    Args:
+      lark: the grammar.
+      root: the schema that references refer to.
+      quote: `ToolCallParser.quote`.
+    """
+
+    def __init__(self, lark: _Lark, root: Mapping[str, Any], quote: str):
+        self._lark, self._root, self._quote = lark, root, quote
+        self._definitions: dict[str, str] = {}  # names of rules
+        self._pending: list[tuple[str, Any]] = []  # rules of definitions that are not in the grammar yet
+
+    def expression(self, schema: Any) -> str:
+        """Return an expression for a value that matches a schema.
+
+        Raises:
+          NotImplementedError: the schema has no grammar.
+        """
+        result = self._value(schema)
+        while self._pending:  # chains of references may be longer than Python's limit of recursion
+            name, definition = self._pending.pop()
+            self._lark.rule(self._value(definition), name=name)
+        return result
+
+    def _value(self, schema: Any) -> str:
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"tools: expected a JSON schema, got {schema!r:.100}")
+        kind = schema.get("type", "object" if "properties" in schema else None)
+        without_grammar = _WITHOUT_GRAMMAR[None] | _WITHOUT_GRAMMAR.get(kind if isinstance(kind, str) else None, set())
+        if unsupported := without_grammar.intersection(schema):
+            raise _without_grammar(f"the keyword {min(unsupported)} of a JSON schema")
+        for name in ("$ref", "anyOf", "oneOf", "allOf"):
+            if name in schema:
+                if not _ANNOTATIONS.issuperset(schema.keys() - {name}):
+                    raise _without_grammar(f"a JSON schema with {name} and other keywords")
+                if name == "$ref":
+                    return self._definition(schema[name])
+                schemas = _entries(schema, name)
+                if name == "allOf" and len(schemas) > 1:
+                    raise _without_grammar("a JSON schema with several entries of allOf")
+                return f"({' | '.join([self._value(one) for one in schemas])})"
+        if "const" in schema or "enum" in schema:
+            choices = [schema["const"]] if "const" in schema else _entries(schema, "enum")
+            return f"({' | '.join([self._lark.text(self._written(choice)) for choice in choices])})"
+        match kind:
+            case "string":
+                return f"{self._lark.text(self._quote)} {_text(self._lark, schema, self._quote)}"
+            case "integer" | "number" | "boolean" | "null":
+                return _json(self._lark, schema)
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+            case list() if all(isinstance(one, str) for one in kind):
+                kinds = dict.fromkeys(_entries(schema, "type"))
+                return f"({' | '.join([self._value({**schema, 'type': one}) for one in kinds])})"
+            case None if _ANNOTATIONS.issuperset(schema):
+                return self._definition("")
+        raise _without_grammar(f"a JSON schema with the type {kind!r:.100}")
+
+    def _definition(self, pointer: Any) -> str:
+        """Return the name of the rule of a definition, or of any value if the pointer is ""."""
+        parts = pointer.split("/") if isinstance(pointer, str) else []
+        match parts:
+            case [""]:
+                schema: Any = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+            case ["#", "$defs" | "definitions" as place, name] if name in _mapping(self._root.get(place)):
+                schema = self._root[place][name]
+            case _:
+                raise _without_grammar(f"the reference {pointer!r:.100} of a JSON schema")
+        if pointer not in self._definitions:
+            self._definitions[pointer] = self._lark.new_name()
+            self._pending.append((self._definitions[pointer], schema))
+        return self._definitions[pointer]
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            raise ValueError("tools: minItems, maxItems: expected integers")
+        if most is not None and most < least:
+            raise ValueError(f"tools: maxItems: expected at least minItems = {least}, got {most}")
+        if most is not None and most <= 0:
+            return '"[]"'
+        item = self._lark.rule(self._value(schema.get("items", True)))
+        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 1 else ""
+        return f'"[" ({item} {more}){"" if least > 0 else "?"} "]"'
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        if "properties" not in schema:
+            others = schema.get("additionalProperties", True)
+            if others is False:
+                return '"{}"'
+            entry = self._lark.rule(f'{_FREE_KEY} ":" {self._value(others)}')
+            return f'"{{" ({entry} ("," {entry})*)? "}}"'
+        names = schema.get("required")
+        required = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        firsts, rest = ['""'], '""'  # what may follow the brace, and what may follow an earlier property
+        for key, value in sorted(properties_of(schema).items(), key=lambda item: item[0].lower(), reverse=True):
+            entry = self._lark.rule(f"{self._lark.text(f'{_checked_key(key)}:')} {self._value(value)}")
+            firsts = [*([] if key in required else firsts), f"{entry} {rest}"]
+            rest = self._lark.rule(f'("," {entry}){"" if key in required else "?"} {rest}')
+        return f'"{{" ({" | ".join(firsts)}) "}}"'
+
+    def _written(self, value: Any) -> str:
+        """Return a value as the model writes it."""
+        match value:
+            case str():
+                return f"{self._quote}{value}{self._quote}"
+            case list():
+                return f"[{','.join([self._written(one) for one in value])}]"
+            case Mapping():
+                return f"{{{','.join([f'{_checked_key(key)}:{self._written(value[key])}' for key in sorted(value)])}}}"
+        return json.dumps(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _entries(schema: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(schema[name], list) or not schema[name]:
+        raise ValueError(f"tools: {name}: expected a list with an entry, got {schema[name]!r:.100}")
+    return schema[name]
+
+
+def _checked_key(key: str) -> str:
+    if not _KEY.fullmatch(key):
+        raise _without_grammar(f"the name {key!r:.100}, which is not written between quotation marks")
+    return key
+
+
+def _without_grammar(what: str) -> NotImplementedError:
+    return NotImplementedError(f"tools: the format of the model's tool calls has no grammar for {what}")
 
 
 def _text(lark: _Lark, schema: Mapping[str, Any], end: str) -> str:

@@ -11,6 +11,7 @@ from tests.server.parser_case import cuts_of, parts_of, reasoning_of
 
 OPEN = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+CHANNEL = "<|turn>model\n<|channel>thought\n"
 
 ANALYSIS = "<|channel|>analysis<|message|>2 + 2.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>4<|return|>"
@@ -28,6 +29,43 @@ CASES = {
     "later tags": ("think", "", "<think>a</think>b</think>", [("reasoning", "a"), ("content", "b</think>")]),
     "calls": ("think", OPEN, "a</think>\n<tool_call>x", [("reasoning", "a"), ("content", "<tool_call>x")]),
     "none": (None, OPEN, "<think>a</think>", [("content", "<think>a</think>")]),
+    "channel": (
+        "gemma4",
+        "",
+        "<|channel>thought\na b\n<channel|>c\n<turn|>",
+        [("reasoning", "a b"), ("content", "c\n<turn|>")],
+    ),
+    "channel: open in the prompt": ("gemma4", CHANNEL, "a\n<channel|>b", [("reasoning", "a"), ("content", "b")]),
+    "channel: closed in the prompt": ("gemma4", CHANNEL + "<channel|>", "b", [("content", "b")]),
+    "channel: empty": ("gemma4", "", "<|channel>thought\n<channel|>b", [("content", "b")]),
+    "channel: no reasoning": ("gemma4", "", "b <|chan", [("content", "b <|chan")]),
+    "channel: unfinished": ("gemma4", "", "<|channel>thought\na <chan", [("reasoning", "a <chan")]),
+    "channel: ended": ("gemma4", "", "<|channel>thought\na<turn|>", [("reasoning", "a")]),
+    "channel: repeated start": (
+        "gemma4",
+        "",
+        "<|channel><|channel>thought\na<channel|>b",
+        [("reasoning", "a"), ("content", "b")],
+    ),
+    "channel: no name": ("gemma4", "", "<|channel>thoughts<channel|>b", [("reasoning", "thoughts"), ("content", "b")]),
+    "channel: after content": (
+        "gemma4",
+        "",
+        "<|channel>thought\na\n<channel|>b<|channel>thought\nc\n<channel|><channel|>",
+        [("reasoning", "a"), ("content", "b"), ("reasoning", "\nc")],
+    ),
+    "channel: call": (
+        "gemma4",
+        "",
+        "<|channel>thought\na\n<channel|><|tool_call>call:f{}<tool_call|>",
+        [("reasoning", "a"), ("content", "<|tool_call>call:f{}<tool_call|>")],
+    ),
+    "channel: call before the end": (
+        "gemma4",
+        "",
+        "<|channel>thought\na <|tool_call>call:f{}<tool_call|>",
+        [("reasoning", "a"), ("content", "<|tool_call>call:f{}<tool_call|>")],
+    ),
     "harmony": ("gpt_oss", "", ANALYSIS + FINAL, [("reasoning", "2 + 2."), ("content", FINAL)]),
     "harmony call": ("gpt_oss", "", ANALYSIS + HARMONY_CALL, [("reasoning", "2 + 2."), ("content", HARMONY_CALL)]),
     "harmony without end": (
@@ -56,6 +94,7 @@ def test_reasoning_and_content(case):
 MARKERS = [
     *("<think>", "</think>", "<|im_end|>", "<", "\n", " ", "a", "to=functions.f", "analysis", "final"),
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "assistant"),
+    *("<|channel>", "thought\n", "thought", "<channel|>", "<|tool_call>", "<turn|>"),
 ]
 
 
@@ -63,7 +102,7 @@ MARKERS = [
 @given(st.data())
 def test_division_of_the_text_has_no_effect(data):
     text = "".join(data.draw(st.lists(st.sampled_from(MARKERS), max_size=12)))
-    family = data.draw(st.sampled_from(["think", "gpt_oss", None]))
+    family = data.draw(st.sampled_from(["think", "gemma4", "gpt_oss", None]))
     prompt = data.draw(st.sampled_from([OPEN, CLOSED]))
     whole = reasoning_of(reasoning_parser(family, prompt), [text])
     assert reasoning_of(reasoning_parser(family, prompt), [*text]) == whole
@@ -96,6 +135,8 @@ DEEPSEEK = "{{'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' %s}}<t
         ("deepseek_v3", DEEPSEEK % "", ("deepseek_v31", "think")),
         ("glm_moe_dsa", "<tool_call>{{ name }}<arg_key></think>", ("glm", "think")),
         ("gpt_oss", "<|channel|>analysis", ("gpt_oss", "gpt_oss")),
+        ("gemma4", "<|channel>thought<channel|><|tool_call>call:{{ name }}", ("gemma4", "gemma4")),
+        ("gemma4", "<|turn>{{ role }}", (None, None)),
         ("qwen3", None, (None, None)),
     ],
 )
@@ -104,5 +145,5 @@ def test_family_of_a_model(model_type, template, expected):
 
 
 def test_unknown_family():
-    with pytest.raises(ValueError, match="family: expected think, gpt_oss or None, got 'x'"):
+    with pytest.raises(ValueError, match="family: expected think, gemma4, gpt_oss or None, got 'x'"):
         reasoning_parser("x")

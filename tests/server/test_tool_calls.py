@@ -1,6 +1,7 @@
 """`tool_call_parser`: calls and content of all formats, with the output divided at any position."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,22 @@ def dsml(*calls: tuple[str, list[tuple[str, str, str]]], block: str = "function_
 
 def harmony(name: str, arguments: str) -> str:
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+def gemma(name: str, arguments: dict[str, Any]) -> str:
+    return f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>"
+
+
+def gemma_value(value: Any) -> str:
+    """Return a value as the chat template of Gemma 4 writes it."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f"{key}:{gemma_value(value[key])}" for key in sorted(value)) + "}"
+        case list():
+            return f"[{','.join(map(gemma_value, value))}]"
+    return json.dumps(value)
 
 
 TWO = [("weather", CITY), ("clock", "{}")]
@@ -206,6 +223,59 @@ CASES = {
     ),
     "v32: no name": ("deepseek_v32", 'a<｜DSML｜invoke name="">b', ["ab"]),
     "v4": ("deepseek_v4", "Hm." + dsml(("clock", []), block="tool_calls") + "a", ["Hm.", ("clock", "{}"), "a"]),
+    "gemma": (
+        "gemma4",
+        "Hm.\n" + gemma("weather", json.loads(CITY)) + gemma("clock", {}) + "<|tool_response>",
+        ["Hm.", ("weather", json.dumps(json.loads(CITY), ensure_ascii=False)), ("clock", "{}")],
+    ),
+    "gemma: nested": (
+        "gemma4",
+        gemma("clock", {"a": {"b": [[], {}, [True, None]], "c": "}]"}, "d": -1.5e3}),
+        [("clock", '{"a": {"b": [[], {}, [true, null]], "c": "}]"}, "d": -1500.0}')],
+    ),
+    "gemma: strings have no escapes": (
+        "gemma4",
+        '<|tool_call>call:clock{a:<|"|>C:\\n "x" <tool_call|>\n<|"|>}<tool_call|>',
+        [("clock", '{"a": "C:\\\\n \\"x\\" <tool_call|>\\n"}')],
+    ),
+    "gemma: white space": (
+        "gemma4",
+        '<|tool_call> call:clock{ a : 1 ,\n b: [ <|"|> c<|"|> , true ] }\n<tool_call|> d<turn|>',
+        [("clock", '{"a": 1, "b": [" c", true]}'), "d"],
+    ),
+    "gemma: keys in quotation marks": (
+        "gemma4",
+        '<|tool_call>call:clock{<|"|>a:b<|"|>:1}<tool_call|>',
+        [("clock", '{"a:b": 1}')],
+    ),
+    "gemma: unfinished string": (
+        "gemma4",
+        '<|tool_call>call:clock{a:<|"|>b<|',
+        [("clock", '{"a": "b<|')],
+    ),
+    "gemma: unfinished number": ("gemma4", "<|tool_call>call:clock{a:12", [("clock", '{"a": ')]),
+    "gemma: unfinished key": ("gemma4", "<|tool_call>call:clock{a:1,b", [("clock", '{"a": 1, ')]),
+    "gemma: unfinished, then a marker": (
+        "gemma4",
+        "<|tool_call>call:clock{a:1<tool_call|>b",
+        [("clock", '{"a": 1'), "b"],
+    ),
+    "gemma: unfinished name": ("gemma4", "<|tool_call>call:clo", ["call:clo"]),
+    "gemma: word in the place of a value": (
+        "gemma4",
+        "<|tool_call>call:clock{a:None}<tool_call|>" + gemma("clock", {}),
+        [("clock", '{"a": '), "None}", ("clock", "{}")],
+    ),
+    "gemma: JSON in the place of arguments": (
+        "gemma4",
+        '<|tool_call>call:clock{"a": 1}<tool_call|>',
+        [("clock", "{"), '"a": 1}'],
+    ),
+    "gemma: invalid key": ("gemma4", "<|tool_call>call:clock{a\nb:1}<tool_call|>", [("clock", "{"), "a\nb:1}"]),
+    "gemma: invalid bracket": ("gemma4", "<|tool_call>call:clock{a:[}]<tool_call|>", [("clock", '{"a": ['), "}]"]),
+    "gemma: no call": ("gemma4", "a<|tool_call>b<tool_call|>c", ["abc"]),
+    "gemma: no arguments": ("gemma4", "<|tool_call>call:clock<tool_call|>c", ["call:clockc"]),
+    "gemma: no name": ("gemma4", "<|tool_call>call:{}<tool_call|>c", ["call:{}c"]),
     "harmony": (
         "gpt_oss",
         f"<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant{harmony('weather', CITY)}",
@@ -260,6 +330,10 @@ FRAGMENTS = {
         *('a" string="false">', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜function_calls>"),
     ],
     "glm": ["<tool_call>clock", "<arg_key>city", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"],
+    "gemma4": [
+        *("<|tool_call>", "call:", "clock{", "a:", "key", ":", '<|"|>', "<tool_call|>", "<turn|>", "[", "]", ",", " "),
+        '<|tool_call>call:clock{a:[<|"|>',
+    ],
     "gpt_oss": [
         *("<|channel|>", "commentary", "final", " to=functions.clock", "<|constrain|>json", "<|message|>", "<|call|>"),
         *("<|end|>", "<|start|>assistant"),
@@ -324,6 +398,24 @@ def test_values_without_quotation_marks_are_unchanged(city, days, family, data):
     assert (name, json.loads(arguments)) == ("weather", {"city": city, "days": days})
 
 
+KEYS = st.text("abC_-.$ \u00e9", min_size=1, max_size=6).filter(lambda key: key == key.strip())
+GEMMA_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(KEYS, GEMMA_VALUES, max_size=4), st.data())
+def test_values_of_gemma_are_unchanged(arguments, data):
+    text = gemma("clock", arguments)
+    parts = parts_of(text, data.draw(cuts_of(text)))
+    ((name, found),) = calls_of(tool_call_parser("gemma4", TOOLS), parts)
+    assert (name, json.loads(found)) == ("clock", arguments)
+    assert calls_of(tool_call_parser("gemma4", TOOLS), [*text]) == [(name, found)]
+
+
 @settings(deadline=None, max_examples=80)
 @given(st.text(alphabet='{}[]:,"\\u0129-+.eEtruefalsn \n\x01', max_size=25))
 def test_json_object_accepts_what_the_json_module_accepts(text):
@@ -356,6 +448,10 @@ def test_deltas_arrive_early():
     assert parser.feed("c") == [ToolCallDelta(0, None, None, "c")]
     assert parser.feed('"}}') == [ToolCallDelta(0, None, None, '"}')]
 
+    parser = tool_call_parser("gemma4", TOOLS)
+    parser.feed('<|tool_call>call:clock{a:<|"|>')
+    assert parser.feed('b"<') == [ToolCallDelta(0, None, None, 'b\\"')]
+
     parser = tool_call_parser("glm", TOOLS)
     parser.feed("<tool_call>weather<arg_key>city</arg_key><arg_value>")
     assert parser.feed('a"<') == [ToolCallDelta(0, None, None, 'a\\"')]
@@ -365,6 +461,10 @@ def test_long_outputs_take_linear_time():
     parser = tool_call_parser("hermes", TOOLS)
     text = '<tool_call>{"name": "clock", "arguments": {"a": "' + "b" * 100_000
     assert calls_of(parser, [*text]) == [("clock", text[text.index('{"a"') :])]
+    brackets = "[" * 100_000
+    assert calls_of(tool_call_parser("gemma4", TOOLS), ["<|tool_call>call:clock{a:", *brackets]) == [
+        ("clock", '{"a": ' + brackets)
+    ]
 
 
 def test_unknown_family():

@@ -18,7 +18,7 @@ from pallas_attn.models.server.tool_grammar import answer_grammar, tool_grammar
 from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, write
 from tests.models.text_process_case import OwnProcess
 from tests.server.parser_case import CLOCK, calls_of, reasoning_of
-from tests.server.test_tool_calls import dsml, glm, harmony, hermes, llama, qwen_coder, v3, v31
+from tests.server.test_tool_calls import dsml, gemma, glm, harmony, hermes, llama, qwen_coder, v3, v31
 
 BOOK = {
     "type": "function",
@@ -51,6 +51,7 @@ MARKERS = [
         "<｜tool▁calls▁end｜>",
     ),
     "｜DSML｜",
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
 ]
 EOS = BYTES
@@ -63,6 +64,7 @@ NAMES = {
     "qwen3_coder": ParserNames("qwen3_coder", None),
     "deepseek_v32": ParserNames("deepseek_v32", "think"),
     "deepseek_v4": ParserNames("deepseek_v4", "think"),
+    "gemma4": ParserNames("gemma4", "gemma4"),
     "gpt_oss": ParserNames("gpt_oss", "gpt_oss"),
 }
 VALUES = [("class", "second"), ("code", "AB1"), ("note", "x"), ("seats", "[3, 14]")]
@@ -77,6 +79,7 @@ TEXTS = {
     "qwen3_coder": qwen_coder("book", *VALUES) + "\n" + qwen_coder("clock"),
     "deepseek_v32": dsml(*DSML_CALLS),
     "deepseek_v4": dsml(*DSML_CALLS, block="tool_calls"),
+    "gemma4": gemma("book", json.loads(ARGUMENTS)) + gemma("clock", {}),
     "gpt_oss": harmony("book", ARGUMENTS).removesuffix("<|call|>"),
 }
 """Texts that models of each format generate."""
@@ -152,7 +155,7 @@ def test_texts_of_the_format_are_allowed(vocabulary, family):
 @pytest.mark.parametrize("family", NAMES)
 def test_generated_texts_are_calls_of_the_tools(vocabulary, family):
     rng, names, found = random.Random(1), NAMES[family], set()
-    if family == "gpt_oss":  # random reasoning would contain the markers that are not special
+    if family in ("gemma4", "gpt_oss"):  # random reasoning would contain the markers that are not special
         names = names._replace(reasoning=None)
     for _ in range(12):
         text = walk(vocabulary, tool_grammar(names, TOOLS, vocabulary[0], parallel=False), rng)
@@ -181,6 +184,130 @@ def test_reasoning_precedes_calls(vocabulary, family):
     assert not accepts(vocabulary, tool_grammar(names, TOOLS, vocabulary[0], prompt="<think>\n"), text)
     closed = tool_grammar(names, TOOLS, vocabulary[0], prompt="<think>\n\n</think>\n\n")
     assert not accepts(vocabulary, closed, f"<think>hello</think>{text}")
+
+
+def test_channel_precedes_calls_of_gemma(vocabulary):
+    names, text = NAMES["gemma4"], TEXTS["gemma4"]
+    start = "<|turn>model\n"
+    opened, closed = f"{start}<|channel>thought\n", f"{start}<|channel>thought\n<channel|>"
+    for prompt, before in [
+        (opened, "hello {}\n<channel|>"),
+        (start, "<|channel>thought\nhello<channel|>"),
+        (start, ""),
+    ]:
+        grammar = tool_grammar(names, TOOLS, vocabulary[0], prompt=prompt)
+        assert accepts(vocabulary, grammar, before + text)
+        assert not accepts(vocabulary, grammar, before + "hello")
+        assert call_texts(names, before + text, prompt)
+    assert not accepts(vocabulary, tool_grammar(names, TOOLS, vocabulary[0], prompt=opened), text)
+    grammar = tool_grammar(names, TOOLS, vocabulary[0], prompt=closed)
+    assert accepts(vocabulary, grammar, text)
+    assert not accepts(vocabulary, grammar, f"<|channel>thought\nhello<channel|>{text}")
+
+
+def test_large_schemas_of_gemma(vocabulary):
+    """Neither long chains of references nor lists of types take more than linear time and space."""
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2000)} | {"d2000": {"type": "integer"}}
+    nested = {"type": "string"}
+    for _ in range(30):
+        nested = {"type": ["array"] * 10, "items": nested}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}, "b": nested}, "$defs": chain}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert len(str(tool_grammar(NAMES["gemma4"], [tool], vocabulary[0]).grammar)) < 100_000
+
+
+TREE = {
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+    "properties": {"a": {"$ref": "#/$defs/node"}},
+}
+GEMMA_SCHEMAS = [
+    ({"properties": {}}, [{}], [{"a": 1}]),
+    ({}, [{}, {"a": 1, "b_c": {"d": [None, "e", {}]}}], [{"a": float("nan")}]),
+    ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "b"}]),
+    (
+        {"properties": {key: {"type": "integer"} for key in "bca"}},
+        [{}, {"b": 1}, {"a": 1, "c": 2}],
+        [{"d": 1}, {"a": ""}],
+    ),
+    (
+        {"properties": dict.fromkeys("abc", True), "required": ["b"]},
+        [{"b": ""}, {"a": 1, "b": []}],
+        [{}, {"a": 1, "c": 2}],
+    ),
+    (
+        {"properties": {"a": {"type": "array", "items": {"type": "string"}}}},
+        [{"a": []}, {"a": ["b", "", "}]"]}],
+        [{"a": [1]}],
+    ),
+    (
+        {"properties": {"a": {"type": "array", "minItems": 2, "maxItems": 3}}},
+        [{"a": [1, 2]}, {"a": [1, "", []]}],
+        [{"a": [1]}, {"a": [1] * 4}],
+    ),
+    ({"properties": {"a": {"type": "array", "maxItems": 0}}}, [{"a": []}], [{"a": [1]}]),
+    ({"properties": {"a": {"type": "array", "maxItems": 1}}}, [{"a": []}, {"a": [1]}], [{"a": [1, 1]}]),
+    ({"properties": {"a": {"type": "array", "minItems": 1}}}, [{"a": [1]}, {"a": [1] * 5}], [{"a": []}]),
+    (
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}}},
+        [{"a": "b"}, {"a": None}],
+        [{"a": 1}],
+    ),
+    ({"properties": {"a": {"type": ["number", "boolean"]}}}, [{"a": -1.5}, {"a": True}], [{"a": "b"}]),
+    (
+        {"properties": {"a": {"enum": ["b", 1, None, [2, {"c": ""}]]}}},
+        [{"a": "b"}, {"a": None}, {"a": [2, {"c": ""}]}],
+        [{"a": "c"}],
+    ),
+    ({"properties": {"a": {"allOf": [{"const": True}]}}}, [{"a": True}], [{"a": False}]),
+    (
+        {"properties": {"a": {"properties": {"b": {"type": "integer"}}, "required": ["b"]}}},
+        [{"a": {"b": 1}}],
+        [{"a": {}}, {"a": 1}],
+    ),
+    (TREE, [{"a": {"next": {"next": {}}}}], [{"a": {"next": 1}}]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), GEMMA_SCHEMAS)
+def test_arguments_of_gemma_match_the_schema(vocabulary, schema, right, wrong):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar = tool_grammar(NAMES["gemma4"], [tool], vocabulary[0])
+    for arguments in right:
+        assert accepts(vocabulary, grammar, gemma("f", arguments)), arguments
+    for arguments in wrong:
+        assert not accepts(vocabulary, grammar, gemma("f", arguments)), arguments
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "message"),
+    [
+        ({"uniqueItems": True, "type": "array"}, NotImplementedError, "the keyword uniqueItems of a JSON schema"),
+        ({"not": {}}, NotImplementedError, "the keyword not of a JSON schema"),
+        ({"$ref": "#/a"}, NotImplementedError, "the reference '#/a' of a JSON schema"),
+        ({"$ref": "#/$defs/a"}, NotImplementedError, "the reference '#/\\$defs/a' of a JSON schema"),
+        ({"anyOf": [{}], "type": "string"}, NotImplementedError, "a JSON schema with anyOf and other keywords"),
+        ({"allOf": [{}, {}]}, NotImplementedError, "a JSON schema with several entries of allOf"),
+        ({"minimum": 1}, NotImplementedError, "a JSON schema with the type None"),
+        (
+            {"properties": {"a:b": {}}},
+            NotImplementedError,
+            "the name 'a:b', which is not written between quotation marks",
+        ),
+        ({"const": {"}": 1}}, NotImplementedError, "the name '}', which is"),
+        (False, ValueError, "expected a JSON schema, got False"),
+        ({"anyOf": []}, ValueError, r"anyOf: expected a list with an entry, got \[\]"),
+        ({"type": "array", "minItems": "1"}, ValueError, "minItems, maxItems: expected integers"),
+        (
+            {"type": "array", "minItems": 2, "maxItems": 1},
+            ValueError,
+            "maxItems: expected at least minItems = 2, got 1",
+        ),
+    ],
+)
+def test_schemas_without_a_grammar_in_the_format_of_gemma(vocabulary, schema, error, message):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}, "$defs": 3}}}
+    with pytest.raises(error, match=f"^tools: .*{message}"):
+        tool_grammar(NAMES["gemma4"], [tool], vocabulary[0])
 
 
 ANALYSIS = "<|channel|>analysis<|message|>hello<|end|><|start|>assistant"
@@ -219,12 +346,16 @@ def test_answer_in_a_format_after_reasoning(vocabulary, outputs, right, wrong):
         {"properties": {"a": {"type": "string", "pattern": "(/\n"}}},
         {"properties": {"a": {"type": "string", "maxLength": "3}/ x: /"}}},
         {"properties": {"a": {"$ref": "#/x"}}},
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"properties": {"a": {"type": [["string"], 3]}}},
+        {"properties": {"a": {"anyOf": 3}}},
+        {"properties": {"a": {"type": "array", "maxItems": 10**30}}},
     ],
 )
 def test_malformed_schemas_raise_no_other_error(vocabulary, family, parameters):
-    """The server reports a ValueError to the client."""
+    """The server reports ValueError and NotImplementedError to the client."""
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, NotImplementedError):
         GrammarFilter(vocabulary[1], tool_grammar(NAMES[family], [tool], vocabulary[0]))
     assert calls_of(tool_call_parser("glm", [tool]), [glm("f", ("a", "1"))]) in (
         [("f", '{"a": 1}')],
