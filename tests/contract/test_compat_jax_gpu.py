@@ -224,6 +224,16 @@ def test_paged_attention_does_not_copy_pages(backend: Backend, quantised: str | 
     harness.assert_stays_put(call, arrays["k_pages"], **arrays)
 
 
+@every_backend("paged_decode", backends.is_lean)
+@unsupported(mosaic="takes keys and values of one dtype")
+def test_float16_values_next_to_int8_keys_are_not_rounded(backend: Backend) -> None:
+    case = PagedCase(quantised="int8", in_8_bits="k", kv_heads=1, lengths=(1, 16))
+    arrays = paged_arrays(case, case.lengths)
+    out = np.asarray(backends.call(paged_attention.paged_attention, backend, arrays))[0]
+    value = arrays["v_pages"][0, arrays["block_tables"][0, 0], 0]
+    np.testing.assert_array_equal(out, np.broadcast_to(value, out.shape))
+
+
 def small_paged() -> dict[str, Any]:
     return paged_arrays(PagedCase(dtype="float32"), FEW_LENGTHS)
 
