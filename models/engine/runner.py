@@ -383,16 +383,7 @@ class Runner:
         return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
     def cut_steps(self, num_programs: int) -> None:
-        """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer.
-
-        Raises:
-          NotImplementedError: the model is a DeepSeek-V4.
-        """
-        if isinstance(self._model.config, DeepseekV4Config):
-            raise NotImplementedError(
-                f"model: pages of a {self._model.config.model_type} are not copied layer by layer, because the caches"
-                " of a layer belong to several cache groups"
-            )
+        """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""
         if self._layered is None or self._layered.num_programs != num_programs:
             has_programs = self._long is not None and self._long.num_programs == num_programs
             self._layered = self._long if has_programs else LayeredStep(self._model, self._config, num_programs)

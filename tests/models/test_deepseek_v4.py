@@ -679,9 +679,18 @@ def test_exported_pages_are_prefixes_of_another_engine():
     first, outputs = run(loaded("v4"), sizes, golden("v4").prompts)
     expect_golden("v4", outputs)
     sizes = dataclasses.replace(sizes, max_model_len=MAX_LEN, decode_buckets=(3,), prefill_buckets=(13,))
-    other = continued("v4", first, sizes, [0, 8, 32, 72])
-    with pytest.raises(NotImplementedError, match="not copied layer by layer"):
-        other._runner.cut_steps(2)
+    continued("v4", first, sizes, [0, 8, 32, 72])
+
+
+@pytest.mark.parametrize("transfer", ["watch_written", "receive_pages"])
+def test_pages_are_not_transferred_layer_by_layer(transfer: str):
+    """A layer is in several cache groups. A refused call leaves the engine usable."""
+    engine = Engine(loaded("v4"), SIZES["chunks of 13, few pages"])
+    arguments = ([0] * 20, engine.cache_format) if transfer == "receive_pages" else (print,)
+    with pytest.raises(NotImplementedError, match="^model: pages can be transferred layer by layer only if"):
+        getattr(engine, transfer)(*arguments)
+    assert engine._transfers.incoming == []
+    assert not engine._transfers.is_watched
 
 
 @pytest.mark.slow

@@ -233,8 +233,10 @@ class EngineTransfers:
         Raises:
           ValueError: `made_for` differs from this engine's `cache_format`; `tokens` has invalid ids or is longer than
             `Engine.max_sequence_len`; or the engine was made without a prefix cache.
-          NotImplementedError: the engine runs on a mesh.
+          NotImplementedError: the engine runs on a mesh, or a layer of the model is in several cache groups
+            (DeepSeek-V4).
         """
+        self._check_layers()
         if self._config.mesh is not None:
             raise NotImplementedError(
                 "mesh: pages can arrive layer by layer only on one device; import_pages works on a mesh"
@@ -295,7 +297,8 @@ class EngineTransfers:
 
         Raises:
           ValueError: the engine already has an open feed, or an argument has the wrong type or value.
-          NotImplementedError: the engine runs on a mesh, with drafts, or with batch-invariant steps.
+          NotImplementedError: the engine runs on a mesh, with drafts, or with batch-invariant steps; or a layer of the
+            model is in several cache groups (DeepSeek-V4).
         """
         self._check_watch(consumer, max_bytes, pieces)
         self._runner.cut_steps(pieces)
@@ -321,6 +324,7 @@ class EngineTransfers:
             raise ValueError(f"consumer: expected a function, got {consumer!r}")
         check_field("max_bytes", max_bytes, Integer(1))
         check_field("pieces", pieces, Integer(1))
+        self._check_layers()
         if self.is_watched:
             raise ValueError("consumer: the engine already has an open feed; close it first")
         if self._config.mesh is not None:
@@ -330,6 +334,14 @@ class EngineTransfers:
         if self._config.batch_invariant:
             raise NotImplementedError(
                 "batch_invariant: steps launched layer by layer are different programs, which may round differently"
+            )
+
+    def _check_layers(self) -> None:
+        """Raise NotImplementedError if a layer is in several cache groups: feeds and receivers have one per layer."""
+        if any(group.caches for group in self._groups):
+            raise NotImplementedError(
+                "model: pages can be transferred layer by layer only if each layer is in one cache group, and layers of"
+                " this model are in several; export_pages and import_pages support this model"
             )
 
     def launch(self, plans: Sequence[StepPlan | None], capture_logits: bool) -> StepResult:

@@ -583,6 +583,7 @@ class RemotePrefill:
           TransferError: the prefill process ended.
           ValueError: ids outside the vocabulary, a prompt longer than the cache, a request_id in use, a salt of more
             than 65536 characters, or an argument of the wrong type. Nothing is sent.
+          NotImplementedError: as `EngineTransfers.receive_pages`.
         """
         self._check()
         self._send([self._checked(prompt_ids, params, request_id, salt, on_token, token_filter)])
