@@ -3,9 +3,12 @@
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
-from pallas_attn.models.config import PRESETS
+from pallas_attn.models.config import PRESETS, DeepseekV4Config, Gemma4Config, YarnConfig
+from pallas_attn.models.config.deepseek_v4 import CSA_KIND, HASH_MOE, HCA_KIND, SCORED_MOE
+from pallas_attn.models.config.windows import GLOBAL_KIND, LOCAL_KIND
 
 DEEPSEEK_V3 = dataclasses.replace(
     PRESETS["mla-25m"],
@@ -23,6 +26,69 @@ DEEPSEEK_V3 = dataclasses.replace(
     dtype="bfloat16",
 )
 """Configuration of a model with DeepSeek-V3's widths and two layers: one dense layer and one expert layer."""
+
+
+DEEPSEEK_V4_FLASH = DeepseekV4Config(
+    vocab_size=129280,
+    hidden_size=4096,
+    moe_intermediate_size=2048,
+    num_hidden_layers=43,
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    n_routed_experts=256,
+    num_experts_per_tok=6,
+    layer_types=(LOCAL_KIND, LOCAL_KIND, *(CSA_KIND, HCA_KIND) * 20, CSA_KIND),
+    mlp_layer_types=(HASH_MOE,) * 3 + (SCORED_MOE,) * 40,
+    sliding_window=128,
+    index_topk=512,
+    index_n_heads=64,
+    index_head_dim=128,
+    routed_scaling_factor=1.5,
+    yarn=YarnConfig(factor=16.0, original_max_position_embeddings=65536, attention_factor=1.0),
+    max_position_embeddings=1048576,
+    dtype="bfloat16",
+)
+"""Configuration of DeepSeek-V4-Flash with unquantised weights."""
+
+_gemma = functools.partial(
+    Gemma4Config,
+    vocab_size=262144,
+    head_dim=256,
+    sliding_window=1024,
+    attention_k_eq_v=True,
+    final_logit_softcapping=30.0,
+    max_position_embeddings=262144,
+    dtype="bfloat16",
+)
+
+GEMMA4_31B = _gemma(
+    hidden_size=5376,
+    intermediate_size=21504,
+    num_hidden_layers=60,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    num_global_key_value_heads=4,
+    layer_types=(*(LOCAL_KIND,) * 5, GLOBAL_KIND) * 10,
+)
+"""Configuration of the text model of Gemma 4 31B."""
+
+GEMMA4_26B = _gemma(
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_hidden_layers=30,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    num_global_key_value_heads=2,
+    layer_types=(*(LOCAL_KIND,) * 5, GLOBAL_KIND) * 5,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=704,
+)
+"""Configuration of the text model of Gemma 4 26B A4B, a mixture of experts."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,7 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from pallas_attn import FULL, PAGE_NONE
-from pallas_attn.models.config import GEMMA_PRESETS, V4_PRESETS, DeepseekV4Config, Gemma4Config, YarnConfig
-from pallas_attn.models.config.deepseek_v4 import CSA_KIND, HASH_MOE, HCA_KIND, SCORED_MOE
-from pallas_attn.models.config.windows import GLOBAL_KIND, LOCAL_KIND
+from pallas_attn.models.config import GEMMA_PRESETS, V4_PRESETS, DeepseekV4Config, Gemma4Config
 from pallas_attn.models.decoder import AttentionSettings, Caches, Decoder, LayerCache, cache_arrays, with_arrays
 from pallas_attn.models.engine import EngineConfig, SamplingParams
 from pallas_attn.models.engine.config import RunnerConfig
@@ -49,6 +47,7 @@ from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import summary
 from scripts.bench.harness.device import Rates, measure_rates, memory_bytes
 from scripts.bench.harness.timing import Stopwatch, kernels_of
+from scripts.bench.shapes import DEEPSEEK_V4_FLASH, GEMMA4_26B, GEMMA4_31B
 
 type CutConfig = DeepseekV4Config | Gemma4Config
 """Configuration of a model that this module measures."""
@@ -77,78 +76,10 @@ class CutModel:
     page_size: int
 
 
-_gemma = functools.partial(
-    Gemma4Config,
-    vocab_size=262144,
-    head_dim=256,
-    sliding_window=1024,
-    attention_k_eq_v=True,
-    final_logit_softcapping=30.0,
-    max_position_embeddings=262144,
-    dtype="bfloat16",
-)
-
 MODELS = {
-    "v4-flash": CutModel(
-        DeepseekV4Config(
-            vocab_size=129280,
-            hidden_size=4096,
-            moe_intermediate_size=2048,
-            num_hidden_layers=43,
-            num_attention_heads=64,
-            head_dim=512,
-            qk_rope_head_dim=64,
-            q_lora_rank=1024,
-            o_groups=8,
-            o_lora_rank=1024,
-            n_routed_experts=256,
-            num_experts_per_tok=6,
-            layer_types=(LOCAL_KIND, LOCAL_KIND, *(CSA_KIND, HCA_KIND) * 20, CSA_KIND),
-            mlp_layer_types=(HASH_MOE,) * 3 + (SCORED_MOE,) * 40,
-            sliding_window=128,
-            index_topk=512,
-            index_n_heads=64,
-            index_head_dim=128,
-            routed_scaling_factor=1.5,
-            yarn=YarnConfig(factor=16.0, original_max_position_embeddings=65536, attention_factor=1.0),
-            max_position_embeddings=1048576,
-            dtype="bfloat16",
-        ),
-        layers=6,
-        contexts=(8192, 131072, 1048576),
-        page_size=256,
-    ),
-    "gemma4-31b": CutModel(
-        _gemma(
-            hidden_size=5376,
-            intermediate_size=21504,
-            num_hidden_layers=60,
-            num_attention_heads=32,
-            num_key_value_heads=16,
-            num_global_key_value_heads=4,
-            layer_types=(*(LOCAL_KIND,) * 5, GLOBAL_KIND) * 10,
-        ),
-        layers=12,
-        contexts=(8192, 32768, 131072),
-        page_size=64,
-    ),
-    "gemma4-26b-a4b": CutModel(
-        _gemma(
-            hidden_size=2816,
-            intermediate_size=2112,
-            num_hidden_layers=30,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            num_global_key_value_heads=2,
-            layer_types=(*(LOCAL_KIND,) * 5, GLOBAL_KIND) * 5,
-            num_experts=128,
-            top_k_experts=8,
-            moe_intermediate_size=704,
-        ),
-        layers=12,
-        contexts=(8192, 32768, 131072),
-        page_size=64,
-    ),
+    "v4-flash": CutModel(DEEPSEEK_V4_FLASH, layers=6, contexts=(8192, 131072, 1048576), page_size=256),
+    "gemma4-31b": CutModel(GEMMA4_31B, layers=12, contexts=(8192, 32768, 131072), page_size=64),
+    "gemma4-26b-a4b": CutModel(GEMMA4_26B, layers=12, contexts=(8192, 32768, 131072), page_size=64),
     "v4-tiny": CutModel(V4_PRESETS["v4-tiny"], layers=4, contexts=(128, 512), page_size=32),
     "gemma4-tiny": CutModel(GEMMA_PRESETS["gemma4-tiny"], layers=6, contexts=(128, 512), page_size=16),
 }
