@@ -89,11 +89,12 @@ def test_large_top_k_of_long_rows_is_unsupported() -> None:
         select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 
-def test_tokens_are_processed_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padding", [2, 14])
+def test_tokens_are_processed_in_portions(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection in portions of 5 tokens is exact. The test patches the limit of a portion. Portions begin and end
-    inside sequences, and the last portion is smaller.
+    inside sequences, and the last portion is smaller. With more padding, whole portions have no tokens of a sequence.
     """
-    case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=(0, 1, 6, 4), padding=2, pages_per_row=5, exact=True)
+    case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=(0, 1, 6, 4), padding=padding, pages_per_row=5, exact=True)
     inputs = IndexInputs.draw(case, harness.fresh_rng(), "bfloat16")
     monkeypatch.setattr(index_module, "MAX_SCORES", 5 * inputs.visible.shape[1])
     arrays = jax.tree.map(jnp.asarray, inputs.arguments())

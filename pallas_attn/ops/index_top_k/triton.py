@@ -1,7 +1,7 @@
 """`index_top_k` in Triton, for GPUs from Ampere (sm80) on.
 
 One kernel (`triton.index_keys`) writes the scores of some tokens to a workspace of up to MAX_SCORES scores, other
-kernels (`triton.top_k`) select the highest scores. `lax.map` repeats this for as many groups of tokens as needed.
+kernels (`triton.top_k`) select the highest scores. A loop repeats this for as many groups of tokens as needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_attn.ops.index_top_k.call import IndexTopKCall
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.triton import index_keys, shared_top_k, top_k
 
 MAX_SCORES = 2**24
@@ -35,9 +36,18 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
         weights=jnp.pad(call.weights, ((0, padding), (0, 0))),
         draft_mask=None if call.draft_mask is None else jnp.pad(call.draft_mask, ((0, padding), (0, 0))),
     )
-    firsts = jnp.arange(portions, dtype=jnp.int32) * size
-    chosen = lax.map(lambda first: _chosen(_portion(call, first, size)), firsts)
-    return chosen.reshape(-1, call.top_k)[:num_tokens]
+    end = jnp.clip(jnp.max(call.cu_q_lens), 0, num_tokens)
+
+    def choose(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        first, chosen = carry
+        own = _chosen(_portion(call, first, size))
+        return first + size, lax.dynamic_update_slice_in_dim(chosen, own, first, 0)
+
+    # Portions without tokens of sequences are skipped. `lax.map` has a known number of iterations, so XLA would store
+    # the results of an iteration by a copy at an offset, and it records no loop with such a copy in a CUDA graph.
+    nothing = jnp.full((portions * size, call.top_k), -1, jnp.int32)
+    start = varying_like((jnp.zeros((), jnp.int32), nothing), call)
+    return lax.while_loop(lambda carry: carry[0] < end, choose, start)[1][:num_tokens]
 
 
 def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
