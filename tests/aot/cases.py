@@ -76,9 +76,10 @@ IN_EVERY_RUN = frozenset(
         "write-kv-fp8-by-16-head-slots",
         "write-latent-bf16", "write-latent-scan", "gather-latent-cached-only",
         "mla-swap-ab-draft-tree", "mla-swap-ab-fp8-draft-tree", "mla-seesaw-512-64-h128", "mla-seesaw-512-64-h128-fp8",
-        "mla-sparse-512-h128", "mla-sparse-512-h128-t8-fp8",
+        "mla-sparse-512-h128", "mla-sparse-512-h128-t8-fp8", "mla-sparse-512-h128-fp8-v4",
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
+        "paged-prefill-d512-all-features",
         "triton-write-latent-fp8-512-64", "triton-paged-decode-tree", "engine-triton-decode",
         # Kernels for a B200.
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",

@@ -3,8 +3,9 @@ except `score_prompts` must be one CUDA graph.
 
 A bucket is the size of a step: number of decode rows, prompt tokens and drafts per row. The models have the widths of
 published models and few layers: DeepSeek-V2-Lite (one dense layer, two with experts), gpt-oss-20b (with its sliding
-windows or with windows per KV head) and Qwen3-8B; for a B200 also DeepSeek-V3. Steps with Triton kernels are compiled
-for an H200 and an L4.
+windows or with windows per KV head), Qwen3-8B, Gemma 4 (a layer with a window and one without, for E2B also layers
+without a cache) and DeepSeek-V4-Flash (a layer of each kind); for a B200 also DeepSeek-V3. Steps with Triton kernels
+are compiled for an H200 and an L4.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_attn import FULL
-from pallas_attn.models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
+from pallas_attn.models.config import (
+    GQA_PRESETS,
+    PRESETS,
+    DeepseekV4Config,
+    Gemma4Config,
+    GQAConfig,
+    HeadWindows,
+    ModelConfig,
+)
+from pallas_attn.models.config.deepseek_v4 import CSA_KIND, HASH_MOE, HCA_KIND, SCORED_MOE
+from pallas_attn.models.config.windows import GLOBAL_KIND, LOCAL_KIND
 from pallas_attn.models.decoder import AttentionSettings, Decoder, split_model
 from pallas_attn.models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from pallas_attn.models.engine.compile_options import gpu_options
@@ -30,7 +41,7 @@ from pallas_attn.models.engine.step import plain
 from pallas_attn.models.engine.step.layered import LayeredStep, apply_layer_range, inputs_of_range
 from pallas_attn.models.engine.step.packed import PackedStep, RowParameters
 from pallas_attn.models.engine.step.plain import StepOutputs
-from scripts.bench.shapes import DEEPSEEK_V3
+from scripts.bench.shapes import DEEPSEEK_V3, DEEPSEEK_V4_FLASH, GEMMA4_26B, GEMMA4_31B
 from tests.aot.case import Case, deferred, on_b200, shape
 
 V2_LITE = dataclasses.replace(PRESETS["v2-lite"], num_hidden_layers=3)
@@ -44,6 +55,29 @@ QWEN3 = dataclasses.replace(
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,
+)
+KINDS: dict[str, Any] = {"layer_types": (LOCAL_KIND, GLOBAL_KIND), "num_hidden_layers": 2}
+GEMMA4, GEMMA4_MOE = dataclasses.replace(GEMMA4_31B, **KINDS), dataclasses.replace(GEMMA4_26B, **KINDS)
+GEMMA4_E2B = dataclasses.replace(
+    GEMMA4_31B,
+    hidden_size=1536,
+    intermediate_size=6144,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=1,
+    num_global_key_value_heads=1,
+    layer_types=(LOCAL_KIND, GLOBAL_KIND) * 2,
+    sliding_window=512,
+    attention_k_eq_v=False,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=256,
+)
+V4_FLASH = dataclasses.replace(
+    DEEPSEEK_V4_FLASH,
+    num_hidden_layers=3,
+    layer_types=(LOCAL_KIND, CSA_KIND, HCA_KIND),
+    mlp_layer_types=(HASH_MOE, SCORED_MOE, SCORED_MOE),
 )
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
 
@@ -211,16 +245,19 @@ def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case
 
 
 def _sizes(config: ModelConfig, speculate: Speculation | None = None) -> RunnerConfig:
+    sizes = SIZES
+    if isinstance(config, DeepseekV4Config):  # pages with whole entries
+        sizes = dataclasses.replace(SIZES, num_pages=8192, page_size=256, table_pages=128)
     groups = group_sizes(
         config,
-        num_pages=SIZES.num_pages,
-        page_size=SIZES.page_size,
-        max_model_len=SIZES.table_pages * SIZES.page_size,
-        max_num_seqs=SIZES.max_num_seqs,
-        step_tokens=SIZES.prefill_buckets[-1],
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_model_len=sizes.table_pages * sizes.page_size,
+        max_num_seqs=sizes.max_num_seqs,
+        step_tokens=sizes.prefill_buckets[-1],
         recycling=True,
     )
-    return dataclasses.replace(SIZES, groups=groups, speculate=speculate)
+    return dataclasses.replace(sizes, groups=groups, speculate=speculate)
 
 
 def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
@@ -247,16 +284,18 @@ def _drafts(bucket: Bucket, speculate: Speculation | None) -> Drafts | None:
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
-    """Return the shape of the attention output of a step with decode rows and prompt chunks; () if it need not be
-    checked.
+    """Return the shape of the attention output of the last layer of a step with decode rows and prompt chunks; () if it
+    need not be checked.
 
     The kernels of decode rows and of chunks write parts of one array, so XLA has nothing to concatenate. Models with
-    latents are not checked: XLA fuses their concatenation with the GEMMs and merges that follow the kernels.
+    latents are not checked: XLA fuses their concatenation with the GEMMs and merges that follow the kernels. If the
+    last layer is applied only to tokens with logits, it has no chunks.
     """
-    if not isinstance(config, GQAConfig) or not (bucket.decode_rows and bucket.prefill_tokens):
+    has_both = bucket.decode_rows and bucket.prefill_tokens and not bucket.skips_layers
+    if not isinstance(config, GQAConfig | Gemma4Config) or not has_both:
         return ()
     tokens = bucket.decode_rows * (1 + bucket.num_drafts) + bucket.prefill_tokens
-    return tokens, config.num_attention_heads, config.head_dim
+    return tokens, config.num_attention_heads, config.kv_heads(config.num_hidden_layers - 1).width
 
 
 def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
@@ -298,6 +337,15 @@ ENGINE = {
     "engine-gpt-oss-drafts": forward(GPT_OSS, DRAFTS, speculate=NGRAM),
     "engine-batch-invariant": forward(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": forward(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
+    "engine-gemma4-decode": forward(GEMMA4, DECODE),
+    "engine-gemma4-mixed": forward(GEMMA4, MIXED),
+    "engine-gemma4-drafts": forward(GEMMA4, DRAFTS, speculate=NGRAM),
+    "engine-gemma4-shared-mixed": forward(GEMMA4_E2B, dataclasses.replace(MIXED, skips_layers=True)),
+    "engine-gemma4-moe-decode": forward(GEMMA4_MOE, DECODE),
+    "engine-gemma4-moe-mixed": forward(GEMMA4_MOE, MIXED),
+    "engine-v4-decode": forward(V4_FLASH, DECODE),
+    "engine-v4-mixed": forward(V4_FLASH, MIXED),
+    "engine-v4-drafts": forward(V4_FLASH, DRAFTS, speculate=NGRAM),
     # Sampling takes up to seven arrays of logits: copies for conditionals, edited, and four to draw.
     "engine-sample-one-row": sample(V2_LITE, Bucket(1, 0), arrays=6),
     "engine-sample": sample(V2_LITE, DECODE, arrays=6),
@@ -318,6 +366,12 @@ TRITON_ENGINE = {
     for name, case in {
         "engine-triton-decode": forward(SMALL_QWEN3, DECODE, IN_TRITON),
         "engine-triton-mixed": forward(QWEN3, MIXED, IN_TRITON),
+        "engine-triton-gemma4-decode": forward(GEMMA4, DECODE, IN_TRITON),
+        "engine-triton-gemma4-mixed": forward(GEMMA4, MIXED, IN_TRITON),
+        "engine-triton-gemma4-drafts": forward(GEMMA4, DRAFTS, IN_TRITON, NGRAM),
+        "engine-triton-v4-decode": forward(V4_FLASH, DECODE, IN_TRITON),
+        "engine-triton-v4-mixed": forward(V4_FLASH, MIXED, IN_TRITON),
+        "engine-triton-v4-drafts": forward(V4_FLASH, DRAFTS, IN_TRITON, NGRAM),
     }.items()
 } | {
     f"sm89-engine-{name}": case.replace(kernels=False, tensor_cores=False, card="L4")
