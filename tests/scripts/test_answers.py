@@ -165,7 +165,7 @@ class TestPrompts:
         step = Engine.step
 
         def watched(engine: Engine) -> Any:
-            printed.append(capsys.readouterr().out)  # what earlier steps printed
+            printed.append(capsys.readouterr().out)  # output of earlier steps
             return step(engine)
 
         monkeypatch.setattr(Engine, "step", watched)

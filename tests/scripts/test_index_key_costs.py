@@ -39,7 +39,7 @@ def test_fp8_and_rotated_keys_are_near_the_keys():
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, 6), (-1.0, 4)])
 def test_selected_entries_are_counted(factor: float, kept: int):
-    """Tokens 0 to 2 of a sequence see 2, 3 and 4 keys, of which they select 3. Only the last has a choice. Negative
+    """Tokens 0 to 2 of a sequence see 2, 3 and 4 keys, and select 3 of them. Only the last has a choice. Negative
     scores count as 0, and the first three of four equal keys are selected. The second sequence is equal."""
     keys = jnp.asarray([[[1.0], [2.0], [3.0], [4.0]]] * 2)
     selections = index_key_costs.Selections(lambda keys: factor * keys)
