@@ -181,6 +181,9 @@ def context_part(
       cache: this device's part of the cache.
       axis: mesh axis that the pages are split over, n devices.
 
+    Raises:
+      ValueError: the cache is a view, and the tables do not have an entry for each token.
+
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> cache = pallas_attn.PagedLatent(jnp.zeros((8, 16, 40)))
@@ -200,6 +203,11 @@ def context_part(
     entries = cache.view_page_size or 1 if isinstance(cache, PagedKV) else 1  # table entries of a page
     page_size = entries * cache.page_size
     *rows, columns = block_tables.shape
+    if columns % entries:
+        raise ValueError(
+            f"block_tables: expected an entry for each token, a multiple of {entries} per row, because cache is a view"
+            f" of pages of {entries} tokens; got {list(block_tables.shape)}. token_tables converts tables of pages"
+        )
     padding = [(0, 0)] * len(rows) + [(0, -columns % (devices * entries))]
     dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices, entries)
     own = lax.dynamic_index_in_dim(dealt, device, axis=-2, keepdims=False).reshape(*rows, -1)

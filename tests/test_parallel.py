@@ -213,6 +213,9 @@ def test_tables_of_a_view_are_dealt_in_pages() -> None:
     expected = token_tables(own.reshape(-1, own.shape[-1]), page_size=cache.page_size).reshape(own_tokens.shape)
     np.testing.assert_array_equal(own_tokens, expected)
     np.testing.assert_array_equal(lens_of_view, lens)
+    if tables.shape[1] % cache.page_size:
+        with pytest.raises(ValueError, match="block_tables: expected an entry for each token, a multiple of"):
+            parts(view, jnp.asarray(tables))
 
 
 def test_lengths_beyond_the_table_are_clipped() -> None:

@@ -220,8 +220,9 @@ class DecodeTile:
       rope_dtype: dtype of the rotated columns of 8-bit latents and of their queries; None for all other caches. In an
         8-bit latent cache, the rotated columns are a separate pool.
       products: tensor-core products of the architecture.
-      tokens_first: whether the pools have tokens before heads, [T, Hkv, columns], and block tables have one entry per
-        token. The entry of the first token of a page is then its pool row.
+      tokens_first: whether the pools have tokens before heads, [tokens of the pool, Hkv, columns], and block tables
+        have one entry per token. The entry of a page's first token is then the index of the page's first row in the
+        pool.
       first_value_column: column of the pool of values where a value starts; above 0 if keys and values are one array.
     """
 
@@ -863,7 +864,7 @@ class KvSplit:
         rows = self.tile.rows(self.tile.page_tokens)
         begin = tile_of_page * rows
         if self.tile.tokens_first:
-            # The division tells Mosaic that the first row is a multiple of the rows of a swizzle pattern.
+            # `pool_row` is a multiple of the page size. The division tells Mosaic so.
             begin += lax.div(pool_row, jnp.int32(self.tile.page_size)) * self.tile.page_size
             return pool.at[pl.ds(begin, rows), self.head, pl.ds(first, columns)]
         return pool.at[pool_row, pl.ds(begin, rows), pl.ds(first, columns)]

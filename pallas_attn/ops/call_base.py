@@ -37,9 +37,7 @@ class OperationCall:
         return self
 
     def unmeasured(self, name: str) -> str | None:
-        """Return why the implementation `name` runs this call only if the caller names it and no other implementation;
-        None if it is also chosen automatically.
-        """
+        """Return why `name` must be the only named implementation to run this call; None if it need not be."""
         return None
 
 
@@ -87,7 +85,9 @@ class PagedAttentionCall(AttentionCall):
 
     def unmeasured(self: Any, name: str) -> str | None:
         if name == "mosaic" and (self.kv.is_fused or self.kv.view_page_size is not None):
-            return "needs implementation='mosaic': not run on a GPU over fused caches and views of other layouts"
+            return (
+                "runs over fused caches and views only if it is named, and only on Hopper: not run on a GPU over them"
+            )
         return None
 
     def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -43,8 +43,8 @@ KERNELS = frozenset({"mosaic", "triton"})
 """Implementations that are slow to lower. Their lowered form is cached."""
 
 MOSAIC_JAX = (0, 11, 2)
-"""Oldest version of jax for the Mosaic kernels. The interpreter of earlier versions does not run them, so that no test
-would cover them without a GPU.
+"""Oldest version of jax for the Mosaic kernels. The interpreter of earlier versions does not run them, so no test would
+cover them without a GPU. pip installs no earlier version; `make test-jax` does.
 """
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
@@ -125,7 +125,9 @@ def is_named(implementation: Implementation) -> bool:
 
 
 _IS_ONE_OF_SEVERAL = contextvars.ContextVar("is_one_of_several", default=False)
-"""Whether a call that names an implementation is an attempt of another call that does not name only this one."""
+"""True while a function tries several implementations for a call of the user. An inner call then names one of them,
+but the user does not.
+"""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -306,11 +308,11 @@ class _Chosen:
 
 @contextlib.contextmanager
 def one_of(op: str, implementation: Implementation) -> Iterator[None]:
-    """Return a context for calls that name one candidate of a call with the argument `implementation`.
+    """Return a context for inner calls that name one candidate of a call with the argument `implementation`.
 
-    Unless `implementation` names only this candidate, the calls do not count as calls of the user that name it.
+    Kernels that have not run on a GPU are refused in them, unless the user's call names only this implementation.
     """
-    several = not is_named(implementation) or len(candidates(op, implementation)) > 1
+    several = _IS_ONE_OF_SEVERAL.get() or not is_named(implementation) or len(candidates(op, implementation)) > 1
     token = _IS_ONE_OF_SEVERAL.set(several)
     try:
         yield

@@ -75,7 +75,9 @@ def _check_versions(jax_triton: Any) -> None:
     """
     if jax.__version_info__ < (0, 12):
         return
-    rule = partial_eval.dce_rules[jax_triton.triton_lib.triton_kernel_call_p]
+    rule = partial_eval.dce_rules.get(jax_triton.triton_lib.triton_kernel_call_p)
+    if rule is None:
+        return
     try:
         inspect.signature(rule).bind("used_outputs", "live_inputs", "equation")
     except TypeError as error:

@@ -191,6 +191,10 @@ LAYOUTS = {
     "tokens first, fp8 per channel": shape(2, 2, 128, 16, tokens_first=True, cache_dtype=FP8, scales="channel"),
     "tokens first, fp8 per token": shape(2, 2, 128, 16, tokens_first=True, cache_dtype=FP8, scales=16),
     "tokens first, int8 heads of 64": shape(2, 2, 64, 16, tokens_first=True, cache_dtype="int8", scales="head"),
+    "tokens first, width 512, int8 per head": shape(
+        4, 2, 512, 64, tokens_first=True, kv_lens=(0, 1, 150), q_lens=(0, 1, 1), cache_dtype="int8", scales="head"
+    ),
+    "fused, fp8 per token": shape(2, 2, 128, 16, fused=128, cache_dtype=FP8, scales=16),
     "tokens first, pages of 24": shape(2, 2, 64, 24, tokens_first=True),
     "tokens first, width 512": shape(4, 2, 512, 64, tokens_first=True, kv_lens=(0, 1, 150), q_lens=(0, 1, 1)),
     "fused, tokens first": replace(CARRIER, tokens_first=True, fused=64),

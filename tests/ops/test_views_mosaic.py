@@ -49,19 +49,25 @@ def test_kernels_run_only_if_they_are_named(kind: str) -> None:
     for op, call in (("paged_decode", decode), ("paged_prefill", prefill)):
         explained = explain(op, **call)
         assert explained.chosen not in (None, "mosaic")
-        assert "needs implementation='mosaic': not run on a GPU" in explained.refused["mosaic"]
+        assert "only if it is named" in explained.refused["mosaic"]
         assert explain(op, **call, implementation="mosaic").chosen == "mosaic"
     plan = plan_decode(decode["q"], decode["kv"], decode["block_tables"], decode["kv_lens"])
     assert not plan.implementation.startswith("mosaic")
+    mixed = prefill["q"], None, None, *(prefill[name] for name in ("kv", "kv_lens", "block_tables", "cu_q_lens"))
+    explained = explain("ragged_paged_attention", *mixed, update_kv_cache=False)
+    assert explained.chosen not in (None, "mosaic")
     with (
-        mock.patch.object(decode_kernel, "paged_decode", side_effect=AssertionError),
-        mock.patch.object(prefill_kernel, "paged_prefill", side_effect=AssertionError),
+        mock.patch.object(decode_kernel, "paged_decode", side_effect=decode_kernel.paged_decode) as decodes,
+        mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as prefills,
     ):
         paged_decode(**decode, plan=plan)
         paged_prefill(**prefill)
         paged_decode(**decode, implementation=["mosaic", "xla"])
-        mixed = prefill["q"], None, None, *(prefill[name] for name in ("kv", "kv_lens", "block_tables", "cu_q_lens"))
         ragged_paged_attention(*mixed, update_kv_cache=False)
+        assert not decodes.called
+        assert not prefills.called
+        ragged_paged_attention(*mixed, update_kv_cache=False, implementation="mosaic")
+        assert prefills.called
 
 
 @pytest.mark.parametrize(("page_size", "of_plan"), [(192, 64), (96, 32), (48, 16), (24, 1)])

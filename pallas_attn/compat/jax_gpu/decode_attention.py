@@ -78,8 +78,8 @@ def gqa(
     """Attention of one query token per sequence over a dense cache with tokens before KV heads.
 
     The cache is read in place. Mosaic kernels run calls with one KV head and without `start_idx`. With several KV heads
-    and without `start_idx`, they run if `implementation` is "mosaic" and S is a multiple of 16; they have not run on a
-    GPU with this layout. The other calls run on Triton kernels.
+    and without `start_idx`, they run on Hopper if `implementation` is "mosaic" and S is a multiple of 16; they have not
+    run on a GPU with this layout. The other calls run on Triton kernels.
 
     Args:
       q: queries in bfloat16, float16 or float32.
@@ -130,7 +130,9 @@ def mqa_reference(
     return_residuals: bool = False,
     normalize_output: bool = True,
 ) -> Attention:
-    """Attention in float32 with the arguments, results and errors of `mqa`, for tests. It stores all scores.
+    """Attention in float32 with the results and errors of `mqa`, for tests. It stores all scores.
+
+    Arguments for tuning and `implementation` are absent.
 
     Example:
       >>> from pallas_attn.compat.jax_gpu import decode_attention
@@ -151,9 +153,10 @@ def gqa_reference(
     return_residuals: bool = False,
     normalize_output: bool = True,
 ) -> Attention:
-    """Attention in float32 with the arguments, results and errors of `gqa`, for tests. It stores all scores.
+    """Attention in float32 with the results and errors of `gqa`, for tests. It stores all scores.
 
-    The residuals have the scale of the residuals of `gqa`: l is 1 and m is the LSE.
+    Arguments for tuning and `implementation` are absent. The residuals have the scale of the residuals of `gqa`: l is 1
+    and m is the LSE.
 
     Example:
       >>> from pallas_attn.compat.jax_gpu import decode_attention
@@ -172,7 +175,7 @@ def mha_reference(
     kv_seq_len: Int32[Array, "B"] | int | None = None,
     sm_scale: float | None = None,
 ) -> Float[Array, "B Hq D"]:
-    """Attention in float32 with one KV head per query head, for tests. It has the arguments and errors of `gqa`.
+    """Attention in float32 with one KV head per query head, for tests. It has the errors of `gqa`.
 
     Example:
       >>> from pallas_attn.compat.jax_gpu import decode_attention
@@ -273,7 +276,8 @@ def _attend(
     # The tokens of a page of one head are contiguous only if the page has one token, or the cache one head. Pages of
     # one token also permit tables that start at any token.
     page_size = next((ps for ps in PAGE_SIZES if tokens % ps == 0), 1) if num_kv_heads == 1 and start_idx is None else 1
-    view = tokens if num_kv_heads > 1 and start_idx is None else None  # a row of `table` has consecutive tokens
+    # Without `start_idx`, a row of `table` has consecutive tokens.
+    view = tokens or None if num_kv_heads > 1 and start_idx is None else None
     kv = PagedKV(*(x.reshape(-1, num_kv_heads, page_size, head_dim) for x in (k, v)), view_page_size=view)
     table = jnp.arange(batch * tokens // page_size, dtype=jnp.int32).reshape(batch, tokens // page_size)
     kv_lens = jnp.broadcast_to(jnp.int32(tokens) if kv_seq_len is None else kv_seq_len, (batch,))

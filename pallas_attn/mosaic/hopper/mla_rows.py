@@ -26,7 +26,7 @@ ROWS = 64
 """Maximum number of query rows of a block."""
 
 EIGHT_ROWS = 8
-"""The number of query rows of a block is a multiple of 8, because a swizzled tile in shared memory has 8 rows."""
+"""Rows of a swizzled tile in shared memory. A block has a multiple of these query rows."""
 
 TOKENS = 64
 """Latents of a tile."""

@@ -13,7 +13,7 @@ WIDE_HEAD_DIMS = (*HEAD_DIMS, 320, 384, 448, 512)
 """Head widths of decode on Hopper over 16-bit caches."""
 WIDE_8_BIT_HEAD_DIMS = (*HEAD_DIMS, 384, 512)
 """Head widths of decode on Hopper over 8-bit caches, whose wide heads are converted in blocks of 128 columns."""
-NO_WIDER_ON_BLACKWELL = "no kernel on Blackwell has wider heads, because operands of 512 columns exceed shared memory"
+NO_WIDER_ON_BLACKWELL = "no kernel on Blackwell has wider heads, most of which exceed shared memory"
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
 """Largest supported soft cap. Kernels compute a capped score as the difference of two numbers of the size of the cap,

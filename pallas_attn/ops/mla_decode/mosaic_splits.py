@@ -71,7 +71,8 @@ class SplitResults(NamedTuple):
 
     Attributes:
       out: [B, blocks·rows, L], output of sequences that have one split.
-      lse: float32 [blocks, B, ROWS], LSE of sequences that have one split.
+      lse: float32 [blocks, B, ROWS], LSE of sequences that have one split. Entries after the rows of a block have any
+        value, also in `partials`.
       partials: partial states of sequences that have several splits, each of ROWS query rows.
     """
 

@@ -142,8 +142,8 @@ def _pool_arrays(cache: PagedLatent | None) -> list[Any]:
 
 
 class SparseResults(NamedTuple):
-    """Results in global memory: out [T, heads, L], lse float32 [T, blocks, ROWS], of which a block
-    has values for its rows."""
+    """Results in global memory: out [T, heads, L], and lse float32 [T, blocks, ROWS]. In lse, entries after the rows of
+    a block have any value."""
 
     out: Any
     lse: Any
