@@ -88,7 +88,7 @@ def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
             np.testing.assert_allclose(np.float32(array), np.float32(same), atol=tolerance)
 
 
-@slow_cases("latents-2")
+@slow_cases("latents-2", "heads-context=2,tensor=2")
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_are_exchanged_between_a_mesh_and_one_device(kind: str, devices: Sizes):
     """Pages exported on one device are used on every data rank of a mesh, and pages exported on a mesh on one device.

@@ -24,6 +24,7 @@ from pallas_attn.models.config.windows import GLOBAL_KIND, LOCAL_KIND
 from pallas_attn.models.decoder import AttentionSettings, Decoder, split_model
 from pallas_attn.models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from pallas_attn.models.engine.verify import verify
+from tests.kit.slow_cases import slow_cases
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GEMMA4 = Gemma4Config(
@@ -140,6 +141,7 @@ def expect_equal(config: Gemma4Config | DeepseekV4Config, num_steps: int) -> Non
     np.testing.assert_array_equal(found.argmax(axis=-1), expected.argmax(axis=-1))
 
 
+@slow_cases("v4")
 @pytest.mark.parametrize("name", QUICK)
 def test_prompt_logits_of_two_layers(name: str) -> None:
     expect_equal(QUICK[name], 1)

@@ -41,7 +41,7 @@ def arguments(kind: str) -> dict[str, Any]:
     return {"q": jnp.ones((2, 1, 4, D), jnp.bfloat16), "kv": kv, "block_tables": tables, "kv_lens": lens}
 
 
-@pytest.mark.parametrize("kind", ["separate", "fused"])
+@pytest.mark.parametrize("kind", ["separate", pytest.param("fused", marks=pytest.mark.slow)])
 def test_kernels_run_only_if_they_are_named(kind: str) -> None:
     """The kernels have not run on a GPU over these layouts. `explain`, plans and calls without a name choose others."""
     decode = arguments(kind)

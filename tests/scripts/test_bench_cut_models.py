@@ -234,6 +234,7 @@ def two_layers(monkeypatch):
     monkeypatch.setattr(bench_engine, "CutWork", shortly)
 
 
+@pytest.mark.slow  # test_no_case_starts_after_the_limit also writes a report
 def test_report_of_gemma_is_consistent(two_layers, tmp_path, capsys):
     out = tmp_path / "out.json"
     work = ["--batch", "2", "--contexts", "40", "80", *FAST, "--json", str(out)]

@@ -27,7 +27,7 @@ def merged(monkeypatch: pytest.MonkeyPatch, states: list[np.ndarray], multiproce
     return [np.asarray(x) for x in merge(*map(jnp.asarray, states))]
 
 
-@pytest.mark.parametrize("width", [64, 192, 512])
+@pytest.mark.parametrize("width", [64, 192, pytest.param(512, marks=pytest.mark.slow)])
 def test_small_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The number of splits is no multiple of the number of splits that are loaded together."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")
