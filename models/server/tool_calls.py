@@ -34,16 +34,18 @@ from pallas_attn.models.server.formats import (
 )
 from pallas_attn.models.server.output_text import JsonObject, OutputParser, Steps
 
-_MAX_NAME = 256  # characters
+MAX_NAME = 256
+"""Most characters of the name of a function or of an argument that the parsers accept."""
+
 _SPACE = r"[ \t\n\r]*"
 _JSON_CALL = re.compile(
-    rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"([^"\\\x00-\x1f]{{1,{_MAX_NAME}}})"{_SPACE},'
+    rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"([^"\\\x00-\x1f]{{1,{MAX_NAME}}})"{_SPACE},'
     rf'{_SPACE}"(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
 )
-_GEMMA_TOKEN = re.compile(rf'[{{}}\[\],:]|{re.escape(QUOTE)}|[^{{}}\[\],:<"]{{1,{_MAX_NAME}}}(?=[{{}}\[\],:<])')
-_PARTIAL_GEMMA_WORD = re.compile(rf'[^{{}}\[\],:<"]{{0,{_MAX_NAME}}}')
+_GEMMA_TOKEN = re.compile(rf'[{{}}\[\],:]|{re.escape(QUOTE)}|[^{{}}\[\],:<"]{{1,{MAX_NAME}}}(?=[{{}}\[\],:<])')
+_PARTIAL_GEMMA_WORD = re.compile(rf'[^{{}}\[\],:<"]{{0,{MAX_NAME}}}')
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_PARTIAL_RECIPIENT = re.compile(rf"\s*(?:t|to|to=[^\s<]{{0,{_MAX_NAME}}}\s*)?")
+_PARTIAL_RECIPIENT = re.compile(rf"\s*(?:t|to|to=[^\s<]{{0,{MAX_NAME}}}\s*)?")
 _HEADER_MARKERS = re.compile(r"<\|(?:start|channel|constrain)\|>")
 _HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "code")
 
@@ -145,7 +147,7 @@ class ToolCallParser(OutputParser[ContentDelta | ToolCallDelta]):
     def _is_function(self, name: str) -> bool:
         """Return whether a text can be the name of a called function. The client reports unknown functions to the
         model."""
-        return 0 < len(name) <= _MAX_NAME and name.isprintable()
+        return 0 < len(name) <= MAX_NAME and name.isprintable()
 
     def _read_arguments(self, name: str) -> Steps[bool]:
         """Consume the JSON object of the arguments of a call.

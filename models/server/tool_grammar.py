@@ -24,7 +24,7 @@ from pallas_attn.models.server.formats import (
     properties_of,
 )
 from pallas_attn.models.server.reasoning import starts_in_reasoning
-from pallas_attn.models.server.tool_calls import PARSERS, ToolCallParser
+from pallas_attn.models.server.tool_calls import MAX_NAME, PARSERS, ToolCallParser
 
 # Spaces as `json.dumps` writes them. With free white space, a model may generate white space without end.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -32,7 +32,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ANY_TEXT = "(?s:.*)"
 
 _KEY = re.compile(r"[\w$@./-]+(?: [\w$@./-]+)*")
-_FREE_KEY = "/[A-Za-z_][A-Za-z0-9_-]*/"
+_FREE_KEY = f"/[A-Za-z_][A-Za-z0-9_-]{{0,{MAX_NAME - 1}}}/"
+_ANY_VALUE = object()  # key of a rule for any value, which no reference of a schema equals
 _ANNOTATIONS = {
     "title",
     "description",
@@ -132,7 +133,7 @@ def tool_grammar(
     Raises:
       ValueError: there is no tool with this name, or its parameters are not the schema of an object.
       NotImplementedError: the format of the model's tool calls is not known, or it is that of Gemma 4 and a schema has
-        a keyword or a name without a grammar.
+        a keyword, a reference or a name without a grammar, or requires a name that is not in its properties.
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not functions:
@@ -247,7 +248,7 @@ class _QuotedValues:
 
     def __init__(self, lark: _Lark, root: Mapping[str, Any], quote: str):
         self._lark, self._root, self._quote = lark, root, quote
-        self._definitions: dict[str, str] = {}  # names of rules
+        self._definitions: dict[object, str] = {}  # names of rules
         self._pending: list[tuple[str, Any]] = []  # rules of definitions that are not in the grammar yet
 
     def expression(self, schema: Any) -> str:
@@ -264,6 +265,8 @@ class _QuotedValues:
 
     def _value(self, schema: Any) -> str:
         schema = {} if schema is True else schema
+        if schema is False:
+            raise _without_grammar("the JSON schema false")
         if not isinstance(schema, Mapping):
             raise ValueError(f"tools: expected a JSON schema, got {schema!r:.100}")
         kind = schema.get("type", "object" if "properties" in schema else None)
@@ -296,23 +299,22 @@ class _QuotedValues:
                 kinds = dict.fromkeys(_entries(schema, "type"))
                 return f"({' | '.join([self._value({**schema, 'type': one}) for one in kinds])})"
             case None if _ANNOTATIONS.issuperset(schema):
-                return self._definition("")
+                return self._shared(_ANY_VALUE, {"type": ["string", "number", "boolean", "null", "array", "object"]})
         raise _without_grammar(f"a JSON schema with the type {kind!r:.100}")
 
     def _definition(self, pointer: Any) -> str:
-        """Return the name of the rule of a definition, or of any value if the pointer is ""."""
-        parts = pointer.split("/") if isinstance(pointer, str) else []
-        match parts:
-            case [""]:
-                schema: Any = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+        """Return the name of the rule of a definition."""
+        match pointer.split("/") if isinstance(pointer, str) else []:
             case ["#", "$defs" | "definitions" as place, name] if name in _mapping(self._root.get(place)):
-                schema = self._root[place][name]
-            case _:
-                raise _without_grammar(f"the reference {pointer!r:.100} of a JSON schema")
-        if pointer not in self._definitions:
-            self._definitions[pointer] = self._lark.new_name()
-            self._pending.append((self._definitions[pointer], schema))
-        return self._definitions[pointer]
+                return self._shared(pointer, self._root[place][name])
+        raise _without_grammar(f"the reference {pointer!r:.100} of a JSON schema")
+
+    def _shared(self, key: object, schema: Any) -> str:
+        """Return the name of the only rule for a schema, which `key` identifies."""
+        if key not in self._definitions:
+            self._definitions[key] = self._lark.new_name()
+            self._pending.append((self._definitions[key], schema))
+        return self._definitions[key]
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -327,17 +329,19 @@ class _QuotedValues:
         return f'"[" ({item} {more}){"" if least > 0 else "?"} "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
+        names, properties = schema.get("required"), properties_of(schema)
+        required = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        if unknown := required - properties.keys():
+            raise _without_grammar(f"the required name {min(unknown)!r:.100}, which is not in properties")
         if "properties" not in schema:
             others = schema.get("additionalProperties", True)
             if others is False:
                 return '"{}"'
             entry = self._lark.rule(f'{_FREE_KEY} ":" {self._value(others)}')
             return f'"{{" ({entry} ("," {entry})*)? "}}"'
-        names = schema.get("required")
-        required = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
         firsts, rest = ['""'], '""'  # what may follow the brace, and what may follow an earlier property
-        for key, value in sorted(properties_of(schema).items(), key=lambda item: item[0].lower(), reverse=True):
-            entry = self._lark.rule(f"{self._lark.text(f'{_checked_key(key)}:')} {self._value(value)}")
+        for key in reversed(_sorted_keys(properties)):
+            entry = self._lark.rule(f"{self._lark.text(f'{_checked_key(key)}:')} {self._value(properties[key])}")
             firsts = [*([] if key in required else firsts), f"{entry} {rest}"]
             rest = self._lark.rule(f'("," {entry}){"" if key in required else "?"} {rest}')
         return f'"{{" ({" | ".join(firsts)}) "}}"'
@@ -350,7 +354,8 @@ class _QuotedValues:
             case list():
                 return f"[{','.join([self._written(one) for one in value])}]"
             case Mapping():
-                return f"{{{','.join([f'{_checked_key(key)}:{self._written(value[key])}' for key in sorted(value)])}}}"
+                entries = [f"{_checked_key(key)}:{self._written(value[key])}" for key in _sorted_keys(value)]
+                return f"{{{','.join(entries)}}}"
         return json.dumps(value)
 
 
@@ -364,7 +369,14 @@ def _entries(schema: Mapping[str, Any], name: str) -> list[Any]:
     return schema[name]
 
 
+def _sorted_keys(value: Mapping[str, Any]) -> list[str]:
+    """Return the names of an object in the order in which the model writes them: that of Jinja's `dictsort`."""
+    return sorted(value, key=str.lower)
+
+
 def _checked_key(key: str) -> str:
+    if len(key) > MAX_NAME:
+        raise _without_grammar(f"a name of more than {MAX_NAME} characters")
     if not _KEY.fullmatch(key):
         raise _without_grammar(f"the name {key!r:.100}, which is not written between quotation marks")
     return key

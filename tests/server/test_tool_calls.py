@@ -68,7 +68,7 @@ def gemma_value(value: Any) -> str:
         case str():
             return f'<|"|>{value}<|"|>'
         case dict():
-            return "{" + ",".join(f"{key}:{gemma_value(value[key])}" for key in sorted(value)) + "}"
+            return "{" + ",".join(f"{key}:{gemma_value(value[key])}" for key in sorted(value, key=str.lower)) + "}"
         case list():
             return f"[{','.join(map(gemma_value, value))}]"
     return json.dumps(value)

@@ -223,7 +223,12 @@ TREE = {
 GEMMA_SCHEMAS = [
     ({"properties": {}}, [{}], [{"a": 1}]),
     ({}, [{}, {"a": 1, "b_c": {"d": [None, "e", {}]}}], [{"a": float("nan")}]),
-    ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "b"}]),
+    (
+        {"additionalProperties": {"type": "integer"}},
+        [{}, {"a": 1, "b": 2}, {"a" * 256: 1}],
+        [{"a": "b"}, {"a" * 257: 1}],
+    ),
+    ({"properties": {"a" * 256: True}}, [{"a" * 256: 1}], [{"a": 1}]),
     (
         {"properties": {key: {"type": "integer"} for key in "bca"}},
         [{}, {"b": 1}, {"a": 1, "c": 2}],
@@ -258,6 +263,7 @@ GEMMA_SCHEMAS = [
         [{"a": "b"}, {"a": None}, {"a": [2, {"c": ""}]}],
         [{"a": "c"}],
     ),
+    ({"properties": {"a": {"const": {"B": 1, "a": 2}}, "B": True}}, [{"a": {"B": 1, "a": 2}, "B": 1}], [{"a": 1}]),
     ({"properties": {"a": {"allOf": [{"const": True}]}}}, [{"a": True}], [{"a": False}]),
     (
         {"properties": {"a": {"properties": {"b": {"type": "integer"}}, "required": ["b"]}}},
@@ -283,6 +289,7 @@ def test_arguments_of_gemma_match_the_schema(vocabulary, schema, right, wrong):
     [
         ({"uniqueItems": True, "type": "array"}, NotImplementedError, "the keyword uniqueItems of a JSON schema"),
         ({"not": {}}, NotImplementedError, "the keyword not of a JSON schema"),
+        ({"$ref": ""}, NotImplementedError, "the reference '' of a JSON schema"),
         ({"$ref": "#/a"}, NotImplementedError, "the reference '#/a' of a JSON schema"),
         ({"$ref": "#/$defs/a"}, NotImplementedError, "the reference '#/\\$defs/a' of a JSON schema"),
         ({"anyOf": [{}], "type": "string"}, NotImplementedError, "a JSON schema with anyOf and other keywords"),
@@ -294,7 +301,20 @@ def test_arguments_of_gemma_match_the_schema(vocabulary, schema, right, wrong):
             "the name 'a:b', which is not written between quotation marks",
         ),
         ({"const": {"}": 1}}, NotImplementedError, "the name '}', which is"),
-        (False, ValueError, "expected a JSON schema, got False"),
+        (
+            {"properties": {"b": True}, "required": ["b", "c"]},
+            NotImplementedError,
+            "the required name 'c', which is not in properties",
+        ),
+        (
+            {"type": "object", "required": ["c"]},
+            NotImplementedError,
+            "the required name 'c', which is not in properties",
+        ),
+        ({"properties": {"b" * 257: True}}, NotImplementedError, "a name of more than 256 characters"),
+        ({"const": {"b" * 257: 1}}, NotImplementedError, "a name of more than 256 characters"),
+        (False, NotImplementedError, "the JSON schema false"),
+        (3, ValueError, "expected a JSON schema, got 3"),
         ({"anyOf": []}, ValueError, r"anyOf: expected a list with an entry, got \[\]"),
         ({"type": "array", "minItems": "1"}, ValueError, "minItems, maxItems: expected integers"),
         (
