@@ -280,26 +280,47 @@ class Runner:
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
         """Return the smallest bucket that holds the step of every data rank, without `Bucket.cascade`."""
+        return self._holding(plans, all_logits)[0]
+
+    def _holding(self, plans: Sequence[StepPlan | None], all_logits: bool) -> list[Bucket]:
+        """Return the buckets that hold the step of every data rank, without `Bucket.cascade`, the smallest first."""
         some = [plan for plan in plans if plan is not None]
         prompt_logprobs = any(plan.wants_prompt_logprobs for plan in some)
         num_decode = max(len(plan.decode) for plan in some)
         num_prefill = max(sum(row.num_tokens for row in plan.prefill) for plan in some)
         num_drafts = max(plan.num_drafts for plan in some)
-        holding = [
+        return [
             bucket
             for bucket in self._usable(all_logits, prompt_logprobs)
             if num_decode <= bucket.decode_rows and num_prefill <= bucket.prefill_tokens
             if num_drafts <= bucket.num_drafts and not bucket.cascade
         ]
-        if self.background is not None:
-            smallest = holding[0]
-            holding = [bucket for bucket in holding if bucket in self._programs.forward] or holding
-            if holding[0] != smallest:
-                self.background.count_miss(smallest)
-        return holding[0]
+
+    def _choose(self, plans: Sequence[StepPlan | None], all_logits: bool) -> tuple[Bucket, list[int]]:
+        """Return the bucket of a step, and the shared pages of each data rank as `CascadeSteps.choose`.
+
+        With `background`, this is the smallest compiled bucket, if one holds the step. Smaller buckets are counted.
+        """
+        holding, shared_pages = self._holding(plans, all_logits), list[int]()
+        bucket = smallest = holding[0]
+        if self._cascade is not None:
+            bucket, shared_pages = self._cascade.choose(smallest, plans)
+        if self.background is None:
+            return bucket, shared_pages
+        compiled = self._programs.forward
+        if bucket != smallest:
+            if bucket not in compiled:
+                self.background.count_miss(bucket)
+            for each in holding:
+                if (cascade := dataclasses.replace(each, cascade=True)) in compiled:
+                    return cascade, shared_pages
+        bucket = next((each for each in holding if each in compiled), smallest)
+        if bucket != smallest:
+            self.background.count_miss(smallest)
+        return bucket, []
 
     def _usable(self, all_logits: bool, prompt_logprobs: bool) -> list[Bucket]:
-        """Return the buckets among which `bucket_of` chooses. With `background`, the buckets that compute hidden
+        """Return the buckets among which `_holding` chooses. With `background`, the buckets that compute hidden
         states of prompt tokens also serve steps that do not need them."""
         buckets = self.buckets(all_logits, prompt_logprobs)
         return buckets if self.background is None else [*dict.fromkeys([*buckets, *self.buckets(all_logits, True)])]
@@ -444,13 +465,7 @@ class Runner:
           on_layer: function that receives these copies; None to run the forward pass without copies. It requires one
             device, no drafts, and `cut_steps`.
         """
-        bucket, shared_pages = self.bucket_of(plans, all_logits), list[int]()
-        if self._cascade is not None:
-            cascade, counted = self._cascade.choose(bucket, plans)
-            if self.background is None or cascade in self._programs.forward:
-                bucket, shared_pages = cascade, counted
-            else:
-                self.background.count_miss(cascade)
+        bucket, shared_pages = self._choose(plans, all_logits)
         copy, last = None, range(0)
         if on_layer is None:
             self.compile([bucket])

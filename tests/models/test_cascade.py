@@ -119,10 +119,16 @@ def test_cascades_start_when_their_program_is_compiled(monkeypatch: pytest.Monke
         compile_buckets(self, buckets, *rest)
 
     monkeypatch.setattr(StepCompiler, "compile", in_thread)
-    engine = Engine(model(), dataclasses.replace(SIZES, background_compilation=True))
+    engine = Engine(model(), dataclasses.replace(SIZES, decode_buckets=(2, 4), background_compilation=True))
     engine.warmup()
     monkeypatch.setattr(Runner, "compile", in_step)
+    compiler = engine._runner.background
+    assert compiler is not None
+    served(engine, CHATS[:2])  # with the bucket of four rows
+    assert compiler._misses[Bucket(2, 0)] >= compiler._misses[Bucket(2, 0, cascade=True)] > 0
+    assert compiler._misses[Bucket(4, 0)] == compiler._misses[Bucket(4, 0, cascade=True)] == 0
     wanted = served(engine, CHATS)
+    assert compiler._misses[Bucket(4, 0, cascade=True)] > 0
     assert not any(cascades(engine))
     go_on.set()
     engine.warmup(wait=True)

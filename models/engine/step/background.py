@@ -1,9 +1,9 @@
 """Compilation of step programs in a thread, while the engine runs steps with the programs that are compiled already.
 
-The thread compiles one bucket (padded shape of a step) after the other, next the one that most steps would have used.
-The engine's thread, which runs steps, takes
-compiled buckets with `next_compiled` and `taken`. XLA compiles without Python's global lock. Tracing and lowering hold
-the lock, so a step that runs at the same time may wait for it.
+The thread compiles one bucket (padded shape of a step) after the other. It counts, for each missing bucket, the steps
+that used a larger bucket instead, and compiles the bucket with the highest count next; of equal counts the first. The
+engine's thread, which runs steps, takes compiled buckets with `next_compiled` and `taken`. XLA compiles without
+Python's global lock. Tracing and lowering hold the lock, so a step that runs at the same time may wait for it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class BackgroundCompiler:
 
         Args:
           programs: compiler of the programs. The thread stores programs in `programs.shared`, not `programs.forward`.
-          buckets: the buckets, each with the split of its steps. Buckets that equally many steps would have used are
-            compiled in this order.
+          buckets: the buckets, each with the split of its steps. Buckets with equal counts of `count_miss` are compiled
+            in this order.
           state: shapes of the runner's arrays, from `StepCompiler.shapes`.
         """
         self._programs, self._buckets, self._state = programs, dict(buckets), state
@@ -65,7 +65,12 @@ class BackgroundCompiler:
         return self._num_taken == len(self._buckets)
 
     def count_miss(self, bucket: Bucket) -> None:
-        """Count a step that would have used the bucket, and uses a larger one."""
+        """Count a step that uses another bucket, because this one is not compiled.
+
+        Args:
+          bucket: the smallest bucket that holds the step. A step that may call `cascade_decode` but has no compiled
+            bucket with `Bucket.cascade` is counted for the smallest buckets with and without it.
+        """
         self._misses[bucket] += 1
 
     def next_compiled(self) -> tuple[Bucket, Any] | None:
