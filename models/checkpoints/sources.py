@@ -24,8 +24,8 @@ class Source:
     Attributes:
       tensors: shapes of the tensors by name, in the order in which `pack` takes them.
       pack: makes the parameter from the tensors.
-      in_f32: whether the parameter is float32 for every dtype of the model, or made from float32 tensors by
-        `split_weights` if the module has it in bfloat16.
+      in_f32: whether the parameter is float32 for every dtype of the model, unless `keeps_bf16`, or made from float32
+        tensors by `split_weights` if the module has it in bfloat16.
       keeps_bf16: whether a bfloat16 model has the parameter in bfloat16, instead of in float32, if the checkpoint has
         it in bfloat16.
       in_int32: whether the parameter is int32.

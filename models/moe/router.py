@@ -80,7 +80,7 @@ class HashRouter(nnx.Module):
 
         Args:
           config: configuration of the model; on a mesh, of one device's part.
-          dtype: dtype of the gate.
+          dtype: dtype of the model; the loader may store the gate in float32.
           is_hashed: whether experts are selected by the token id.
           vocab_size: size of the vocabulary of the whole model, because every device has the whole table; None for the
             size in `config`.

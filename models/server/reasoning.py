@@ -58,7 +58,7 @@ class _Tags(ReasoningParser):
     def _stripped_reasoning(self, text: str) -> None:
         text = self._space + text
         end = len(text.rstrip())
-        self._space = text[end:]  # it is lost if the reasoning ends here
+        self._space = text[end:]  # dropped unless reasoning follows, also in a later channel
         if end:
             self._reasoning(text[:end])
 
