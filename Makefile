@@ -90,7 +90,7 @@ test-jax-%: | $(BIN)/python
 	rm -rf .venv-jax-$* .pytest_cache/test-jax-$*.xml
 	$(call create,.venv-jax-$*,--without-pip)
 	-$(call install,.venv-jax-$*) $(call jax_packages,$*) $(OF_CONTRACT_SUITES) >.venv-jax-$*/install.log 2>&1 && \
-		$(call install,.venv-jax-$*) --no-deps -e . && \
+		$(call install,.venv-jax-$*) --no-deps -e . >>.venv-jax-$*/install.log 2>&1 && \
 		$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-jax-$*/bin/python -m pytest $(MEASURED) -m "not slow and not gpu" \
 		--junitxml=.pytest_cache/test-jax-$*.xml $(CONTRACT_SUITES)
 

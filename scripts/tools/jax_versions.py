@@ -2,9 +2,10 @@
 
     python -m scripts.tools.jax_versions 0.10.2 0.11.2 0.12 nightly
 
-For each name, the folder .venv-jax-NAME has the environment and install.log, the output of pip, and
-.pytest_cache/test-jax-NAME.xml is the JUnit file of the tests. A name whose environment has no jax gets the reason of
-pip instead of results. `python -m scripts.tools.performance` makes the table of docs/support.md from the results.
+For each name, the folder .venv-jax-NAME has the environment and install.log, the output of both installations, and
+.pytest_cache/test-jax-NAME.xml is the JUnit file of the tests. A name whose environment has no Python, no jax or not
+this package gets the reason instead of results. `python -m scripts.tools.performance` makes the table of
+docs/support.md from the results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ GROUPS = ("xla", "triton", "mosaic", "compat", "other")
 """Groups of tests: tests of one implementation, all tests of the compat suite, and the other tests, which have no
 implementation or `reference`."""
 
-PACKAGES = ("jax", "jaxlib", "triton", "flax", "numpy")
+OWN = "pallas_attn"
+PACKAGES = ("jax", "jaxlib", "triton", "flax", "numpy", OWN)
 ASK = f"""
 import importlib.metadata, json
 installed = {{each.name.lower(): each.version for each in importlib.metadata.distributions()}}
@@ -80,10 +82,18 @@ def refusal(log: str) -> str:
 
 def record(name: str, environment: Path, junit: Path) -> dict[str, Any]:
     """Return versions and results of one environment."""
-    asked = subprocess.run([environment / "bin" / "python", "-c", ASK], capture_output=True, text=True, check=True)
+    python, log = environment / "bin" / "python", environment / "install.log"
+    if not python.is_file():
+        return {"name": name, "not_installed": f"{environment.name} has no Python interpreter"}
+    asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True)
     versions = json.loads(asked.stdout)
+    text = log.read_text() if log.is_file() else ""
     if "jax" not in versions or (name == "nightly" and "dev" not in versions["jax"]):
-        return {"name": name, "not_installed": refusal((environment / "install.log").read_text())}
+        return {"name": name, "not_installed": refusal(text)}
+    if versions.pop(OWN, None) is None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()] or lines
+        return {"name": name, "not_installed": (errors or [f"{OWN} is not installed"])[-1][:200]}
     if not junit.is_file():
         return {"name": name, "versions": versions, "not_run": "pytest ended before it wrote results"}
     return {

@@ -80,6 +80,27 @@ def environment(folder: Path, log: str) -> Path:
     return folder
 
 
+def test_missing_interpreter_is_recorded(tmp_path: Path):
+    entry = jax_versions.record("0.12", tmp_path / ".venv-jax-0.12", tmp_path / "test.xml")
+    assert entry == {"name": "0.12", "not_installed": ".venv-jax-0.12 has no Python interpreter"}
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("error: first\nERROR: second\nhint: a\n\n", "ERROR: second"),
+        ("a\nkilled\n", "killed"),
+        ("", "pallas_attn is not installed"),
+    ],
+)
+def test_failed_installation_of_the_package_is_recorded(tmp_path: Path, log: str, reason: str):
+    folder = environment(tmp_path / "a", log)
+    (folder / "bin" / "python").write_text("""#!/bin/sh\necho '{"jax": "0.12.0"}'\n""")
+    (tmp_path / "test.xml").write_text(JUNIT)
+    entry = jax_versions.record("0.12", folder, tmp_path / "test.xml")
+    assert entry == {"name": "0.12", "not_installed": reason}
+
+
 def test_environments_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax_versions, "ROOT", tmp_path)
     monkeypatch.setattr(jax_versions, "RESULTS", tmp_path / "jax_versions.json")
