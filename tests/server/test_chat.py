@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from pallas_attn.models.checkpoints.detokenizer import token_bytes
 from pallas_attn.models.llm import LLM, Generation, SamplingParams
 from pallas_attn.models.server.formats import ParserNames
 from tests.models import llm_case
@@ -105,19 +106,22 @@ def test_forms_of_messages(client: openai.OpenAI, expected: list[Generation]) ->
     assert chat(client, reasoning_effort="low", extra_body=extra).choices[0].message.content == expected[2].text
 
 
-def test_logprobs(client: openai.OpenAI, expected: list[Generation]) -> None:
+def test_logprobs(client: openai.OpenAI, llm: LLM, expected: list[Generation]) -> None:
     output = expected[0].outputs[0]
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert output.logprobs is not None
+    assert llm.tokenizer is not None
+    contents = token_bytes(llm.tokenizer.pieces)
     for entry, token, table in zip(content, output.token_ids, output.logprobs, strict=True):
         assert (entry.token, entry.logprob) == (table[token].decoded_token, pytest.approx(table[token].logprob))
-        if token < 256:  # the tokens of single bytes
-            assert entry.bytes == [token]
+        assert entry.bytes == [*contents.get(token, b"")]  # the model has more tokens than the tokenizer
         likeliest = [other.decoded_token for other in table.values() if other.rank <= 2]
         assert sorted(top.token for top in entry.top_logprobs) == sorted(likeliest)
     streamed = deltas(client, logprobs=True, top_logprobs=2)[0]["logprobs"]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
     assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    (forced,) = chat(client, logprobs=True, logit_bias={"259": 100}, max_tokens=1).choices[0].logprobs.content
+    assert (forced.token, forced.bytes) == ("hello", [*b"hello"])
 
 
 def test_bytes_of_tokens_that_are_parts_of_a_character(client: openai.OpenAI) -> None:

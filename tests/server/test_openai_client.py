@@ -78,6 +78,7 @@ STATUSES = [int(status) for status in re.findall(r"^\| (\d{3}) \|", PATHS, re.MU
 def test_every_documented_parameter_has_a_case() -> None:
     fields = {name for case in [*COMPLETIONS.values(), *CHATS.values()] for name in case}
     assert len(PARAMETERS) > 40
+    assert len(STATUSES) >= 11  # `test_error_of_each_status` has a case of each
     assert {"model", *DRAW, *OF_STREAMS, *fields} == PARAMETERS
 
 
