@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -163,14 +163,26 @@ class Text:
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(values, special, ends[0]))
         self.vocabulary = llguidance.LLTokenizer(wrapped, n_vocab=len(values), eos_token=ends, slices=[])
 
-    def check_grammar(self, grammar: str) -> None:
-        """Compile a grammar of llguidance, without a result. Errors of the grammar are ignored."""
+    def check_grammar(self, kind: str, value: str | list[str]) -> dict[str, str]:
+        """Convert and compile a grammar, whose compiled form is dropped. Errors of the compilation are ignored.
+
+        Args:
+          kind, value: name and value of a field of `StructuredOutputs`.
+
+        Returns:
+          `text`: the result of `grammar_text`; or `error`: the message of its ValueError.
+        """
         import llguidance
 
+        try:
+            text = grammar_text(kind, value)
+        except ValueError as error:
+            return {"error": str(error)}
         threading.stack_size(GRAMMAR_STACK)
-        thread = threading.Thread(target=llguidance.LLMatcher, args=(self.vocabulary, grammar), kwargs={"log_level": 0})
+        thread = threading.Thread(target=llguidance.LLMatcher, args=(self.vocabulary, text), kwargs={"log_level": 0})
         thread.start()
         thread.join()
+        return {"text": text}
 
 
 class _Vocabulary:
@@ -183,6 +195,34 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return []
+
+
+def grammar_text(kind: str, value: str | Sequence[str]) -> str:
+    """Return a grammar in a form that llguidance compiles.
+
+    The conversion of a context-free grammar runs in Python. Its time grows with the square of the size.
+
+    Args:
+      kind, value: name and value of a field of `StructuredOutputs`.
+
+    Raises:
+      ValueError: the grammar is not valid. The message is llguidance's.
+    """
+    import llguidance
+
+    try:
+        match kind:
+            case "json":
+                return llguidance.LLMatcher.grammar_from_json_schema(str(value))
+            case "regex":
+                return llguidance.LLMatcher.grammar_from_regex(str(value))
+            case "choice":
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+                return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+            case _:
+                return llguidance.grammar_from("grammar", str(value))
+    except ValueError as error:
+        raise ValueError(f"structured_outputs: {kind}: {error}") from error
 
 
 def new_tokens(

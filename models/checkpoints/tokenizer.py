@@ -33,7 +33,7 @@ SECONDS = 30
 """Maximum processor time of a request. Loading the largest tokenizer or encoding a book takes far less."""
 
 GRAMMAR_SECONDS = 10
-"""Maximum processor time for the compilation of a grammar."""
+"""Maximum processor time for the conversion and the compilation of a grammar."""
 
 MEMORY = 2**32
 """Maximum address space of the process in bytes."""
@@ -212,9 +212,10 @@ class Tokenizer:
 
 
 class GrammarChecker:
-    """Compiles grammars of llguidance in a separate process, before they are compiled in this process.
+    """Converts and compiles grammars in a separate process, before they are compiled in this process.
 
-    The compilation of some grammars takes minutes or overflows the stack, which would end this process.
+    The conversion or the compilation of some grammars takes minutes. The conversion runs in Python and would stop the
+    other threads of this process. The compilation of some grammars overflows the stack, which would end this process.
 
     Args:
       tokens: bytes of each token of the model.
@@ -228,16 +229,23 @@ class GrammarChecker:
         texts = [token.decode("latin-1") for token in tokens]
         self._process.ask("structured_outputs", "load_vocabulary", texts, [*special], [*ends])
 
-    def check(self, grammar: str) -> None:
-        """Check the time, the memory and the stack that the compilation of a grammar needs.
+    def check(self, kind: str, value: str | Sequence[str]) -> str:
+        """Check the time, the memory and the stack that a grammar needs.
 
-        A thread with a stack of `GRAMMAR_STACK` bytes and some more can compile the grammar. The grammar may have
-        errors.
+        Args:
+          kind, value: name and value of a field of `StructuredOutputs`.
+
+        Returns:
+          The result of `text_process.grammar_text`. A thread with a stack of `GRAMMAR_STACK` bytes and some more can
+          compile it. The compilation may find errors in the grammar.
 
         Raises:
-          TokenizerError: the compilation exceeds a limit.
+          TokenizerError: the conversion or the compilation exceeds a limit, or the conversion finds an error.
         """
-        self._process.ask("structured_outputs: the grammar is too complex", "check_grammar", grammar)
+        reply = self._process.ask("structured_outputs: the grammar is too complex", "check_grammar", kind, value)
+        if "error" in reply:
+            raise TokenizerError(reply["error"])
+        return reply["text"]
 
 
 class _Process:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import llguidance
 import numpy as np
 
 from pallas_attn.models.checkpoints import Tokenizer, load_config, load_model, load_tokenizer
@@ -240,7 +241,9 @@ class LLM:
             tokenized = self._tokenized(one)
         return self.add(self._prepared(tokenized, SamplingParams() if params is None else params))
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, matcher: llguidance.LLMatcher | None = None
+    ) -> PreparedPrompt:
         """Tokenize a prompt and compile the grammar of its parameters, for `add`.
 
         Any thread may call this method, also while another thread runs `step`.
@@ -248,13 +251,15 @@ class LLM:
         Args:
           prompt: a text, or token ids.
           params: sampling parameters; None for the defaults.
+          matcher: result of `grammars.matcher` for `params.structured_outputs`, which is copied, so that several
+            prompts can share one compilation; None to compile the grammar.
 
         Raises:
           ValueError: an argument has the wrong type or value, or a grammar is not valid.
           NotImplementedError: the tokenizer does not support grammars.
         """
         (one,) = _as_prompts([prompt])
-        return self._prepared(self._tokenized(one), SamplingParams() if params is None else params)
+        return self._prepared(self._tokenized(one), SamplingParams() if params is None else params, matcher=matcher)
 
     def add(self, prompt: PreparedPrompt, *, salt: str = "") -> Stream:
         """Queue a prepared prompt.
@@ -406,9 +411,13 @@ class LLM:
                 self._drop(prompt)
 
     def _prepared(
-        self, prompt: tuple[str | None, Sequence[int]], params: SamplingParams, name: str = "prompt"
+        self,
+        prompt: tuple[str | None, Sequence[int]],
+        params: SamplingParams,
+        name: str = "prompt",
+        matcher: llguidance.LLMatcher | None = None,
     ) -> PreparedPrompt:
-        """Return a prompt of a text and token ids. `name` is its name in error messages."""
+        """Return a prompt of a text and token ids. `name` is its name in error messages. `matcher` as in `prepare`."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams or None, got {params!r}")
         text, ids = prompt[0], as_integers(name, prompt[1])
@@ -419,7 +428,7 @@ class LLM:
             bad_words = BadWords(params.bad_words, self._tokenizer("bad_words"), self._vocab_size)
         if params.structured_outputs is not None:
             ends = params.stop_token_ids
-            grammars = [GrammarFilter(self.grammars, params.structured_outputs, params.min_tokens, ends)]
+            grammars = [GrammarFilter(self.grammars, params.structured_outputs, params.min_tokens, ends, matcher)]
             grammars += [grammars[0].copy() for _ in range(params.n - 1)]
         return PreparedPrompt(text, ids, params, bad_words, tuple(grammars))
 

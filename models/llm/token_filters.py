@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import llguidance
 import numpy as np
 
 from pallas_attn.models.checkpoints import Tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
+from pallas_attn.models.checkpoints.text_process import grammar_text
 from pallas_attn.models.engine import FilterCall, StructuredOutputs, TokenFilter
 from pallas_attn.models.engine.token_filter import MaskResult, compute_masks
 
@@ -160,44 +161,28 @@ class GrammarTokenizer:
                 ids.append(token)
         return ids
 
-    def matcher(self, outputs: StructuredOutputs) -> llguidance.LLMatcher:
+    def matcher(self, outputs: StructuredOutputs, text: str | None = None) -> llguidance.LLMatcher:
         """Compile a grammar.
+
+        Args:
+          outputs: the grammar.
+          text: the result of `GrammarChecker.check` for the grammar; None to convert the grammar here.
 
         Raises:
           ValueError: the grammar is not valid. The message is llguidance's.
         """
-        matcher = llguidance.LLMatcher(self.core, grammar_text(outputs), log_level=0)
+        text = grammar_text(*given_field(outputs)) if text is None else text
+        matcher = llguidance.LLMatcher(self.core, text, log_level=0)
         if matcher.is_error():
             reason = matcher.get_error().partition("\n<backtrace>")[0]  # of a panic
-            raise ValueError(f"structured_outputs: {_kind(outputs)}: {reason}")
+            raise ValueError(f"structured_outputs: {given_field(outputs)[0]}: {reason}")
         return matcher
 
 
-def grammar_text(outputs: StructuredOutputs) -> str:
-    """Return the grammar in a form that llguidance compiles.
-
-    Raises:
-      ValueError: the grammar is not valid. The message is llguidance's.
-    """
-    new, kind = llguidance.LLMatcher, _kind(outputs)
-    try:
-        match kind:
-            case "json":
-                return new.grammar_from_json_schema(str(outputs.json))
-            case "regex":
-                return new.grammar_from_regex(str(outputs.regex))
-            case "choice":
-                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
-                return new.grammar_from_lark(f"start: {texts}")
-            case _:
-                return llguidance.grammar_from("grammar", str(outputs.grammar))
-    except ValueError as error:
-        raise ValueError(f"structured_outputs: {kind}: {error}") from error
-
-
-def _kind(outputs: StructuredOutputs) -> str:
-    """Return the name of the field that is set."""
-    return next(name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None)
+def given_field(outputs: StructuredOutputs) -> tuple[str, Any]:
+    """Return the name and the value of the field that is set."""
+    fields = ((name, getattr(outputs, name)) for name in ("json", "regex", "choice", "grammar"))
+    return next((name, value) for name, value in fields if value is not None)
 
 
 class GrammarFilter:
@@ -213,6 +198,7 @@ class GrammarFilter:
       outputs: the grammar.
       min_tokens: number of tokens before which no token of `ends` is allowed, unless no other token is allowed.
       ends: end-of-sequence tokens and stop tokens.
+      matcher: result of `tokenizer.matcher` for the grammar, which is copied; None to compile the grammar.
 
     Attributes:
       error: message of llguidance if it failed, for example because the grammar is too complex; otherwise None. After a
@@ -223,10 +209,15 @@ class GrammarFilter:
     """
 
     def __init__(
-        self, tokenizer: GrammarTokenizer, outputs: StructuredOutputs, min_tokens: int = 0, ends: Collection[int] = ()
+        self,
+        tokenizer: GrammarTokenizer,
+        outputs: StructuredOutputs,
+        min_tokens: int = 0,
+        ends: Collection[int] = (),
+        matcher: llguidance.LLMatcher | None = None,
     ):
         self.error: str | None = None
-        self._matcher = tokenizer.matcher(outputs)
+        self._matcher = tokenizer.matcher(outputs) if matcher is None else matcher.deep_copy()
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._only_eos = token_mask(tokenizer.vocab_size, self._eos)
         self._last_word = full_mask(tokenizer.vocab_size)[-1]

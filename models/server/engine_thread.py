@@ -10,7 +10,8 @@ The thread repeats:
 
 Threads share Python's global lock, so no other thread of the process works per token. Other threads work per request:
 one reads the socket, two prepare prompts without grammars, and two prepare prompts with grammars, whose compilation can
-take seconds. Before a grammar is compiled, a process with limited time and memory compiles it (`GrammarChecker`).
+take seconds. Before a grammar is compiled, a process with limited time and memory converts and
+compiles it (`GrammarChecker`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import llguidance
+
 from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
 from pallas_attn.models.llm import LLM, PreparedPrompt, Stream, StructuredOutputs
-from pallas_attn.models.llm.token_filters import grammar_text
+from pallas_attn.models.llm.token_filters import given_field
 from pallas_attn.models.server.messages import (
     Abort,
     Add,
@@ -158,28 +161,33 @@ class EngineThread:
         """Prepare requests with grammars."""
         checker: GrammarChecker | None = None
 
-        def check(outputs: StructuredOutputs) -> None:
+        def compiled(outputs: StructuredOutputs) -> llguidance.LLMatcher:
             nonlocal checker
-            text = grammar_text(outputs)
+            grammars = self._llm.grammars
             if checker is None:
-                grammars = self._llm.grammars
                 checker = GrammarChecker(grammars.tokens, grammars.special_token_ids, grammars.eos_token_ids)
-            checker.check(text)
+            return grammars.matcher(outputs, checker.check(*given_field(outputs)))
 
         while (message := self._with_grammars.get()) is not None:
-            self._prepare(message, check)
+            self._prepare(message, compiled)
 
-    def _prepare(self, message: Add, check: Callable[[StructuredOutputs], None] = lambda outputs: None) -> None:
-        """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted. `check`
-        raises ValueError for a grammar that needs too much time or memory."""
+    def _prepare(
+        self, message: Add, compiled: Callable[[StructuredOutputs], llguidance.LLMatcher] | None = None
+    ) -> None:
+        """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted.
+        `compiled` checks and compiles a grammar; requests without grammars do not need it."""
         with self._lock:
             if message.request_id not in self._preparing:  # aborted while earlier requests were prepared
                 return
         try:
-            for outputs in {prompt.params.structured_outputs for prompt in message.prompts}:
-                if outputs is not None:
-                    check(outputs)
-            prompts = [self._llm.prepare(prompt.ids, prompt.params) for prompt in message.prompts]
+            matchers: dict[StructuredOutputs | None, llguidance.LLMatcher | None] = {None: None}
+            for outputs in (prompt.params.structured_outputs for prompt in message.prompts):
+                if outputs is not None and outputs not in matchers and compiled is not None:
+                    matchers[outputs] = compiled(outputs)
+            prompts = [
+                self._llm.prepare(prompt.ids, prompt.params, matcher=matchers[prompt.params.structured_outputs])
+                for prompt in message.prompts
+            ]
         except BaseException as error:  # a panic in Rust code is a BaseException, but no Exception
             refusal = of_engine(error)
             if refusal.status == 500:

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_attn.models.checkpoints import tokenizer as checkpoints_tokenizer
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
+from pallas_attn.models.checkpoints.text_process import grammar_text
 from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
 from pallas_attn.models.engine import FilterCall, StructuredOutputs, TokenFilter
 from pallas_attn.models.engine.token_filter import compute_masks
@@ -21,7 +22,6 @@ from pallas_attn.models.llm.token_filters import (
     GrammarFilter,
     GrammarTokenizer,
     full_mask,
-    grammar_text,
     token_mask,
 )
 from scripts.tools.tokenizer_layouts import BYTES, added, byte_level, files, sentencepiece, unigram, words
@@ -205,12 +205,20 @@ SLOW = json.dumps({"patternProperties": {f"^{i:05x}": {} for i in range(4000)}, 
 def test_checker_refuses_grammars_that_need_too_much(monkeypatch):
     monkeypatch.setattr(checkpoints_tokenizer, "GRAMMAR_SECONDS", 2)
     checker = GrammarChecker([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256])
-    cases = {"SIGSEGV": StructuredOutputs(grammar=DEEP), "this takes more than 2 s": StructuredOutputs(json=SLOW)}
-    for reason, outputs in cases.items():
+    slow = "this takes more than 2 s"
+    for reason, kind, value in (("SIGSEGV", "grammar", DEEP), (slow, "json", SLOW), (slow, "grammar", "\n" * 2**17)):
         with pytest.raises(ValueError, match=f"structured_outputs: the grammar is too complex: .*{reason}"):
-            checker.check(grammar_text(outputs))
-    for outputs in (StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="("), StructuredOutputs(choice=["a"])):
-        checker.check(grammar_text(outputs))  # an error of the grammar is no reason
+            checker.check(kind, value)
+    for outputs in (
+        {"json": json.dumps(SCHEMA)},
+        {"regex": "("},
+        {"choice": ("a", "\u4f60")},
+        {"grammar": 'root ::= "a"'},
+    ):
+        ((kind, value),) = outputs.items()
+        assert checker.check(kind, value) == grammar_text(kind, value)  # an error of the compilation is no reason
+    with pytest.raises(ValueError, match="^structured_outputs: grammar: Failed to convert the grammar"):
+        checker.check("grammar", "root ::= (")
 
 
 def test_error_of_a_panic_has_no_backtrace(grammars, monkeypatch):

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import llguidance
 import pytest
 
 from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
 from pallas_attn.models.engine.step.compiler import StepCompiler
-from pallas_attn.models.llm import LLM
+from pallas_attn.models.llm import LLM, token_filters
 from pallas_attn.models.llm.token_filters import GrammarFilter, GrammarTokenizer
 from pallas_attn.models.server import server as server_module
 from pallas_attn.models.server.app import Api
@@ -375,7 +376,7 @@ def test_panic_of_a_grammar_fails_its_request_at_once(server: Running, monkeypat
     class PanicException(BaseException):
         """pyo3's exception for a panic in Rust."""
 
-    def panic(self: GrammarTokenizer, outputs: Any) -> Any:
+    def panic(self: GrammarTokenizer, *arguments: Any) -> Any:
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(GrammarTokenizer, "matcher", panic)
@@ -393,13 +394,24 @@ def test_grammar_that_overflows_the_stack_fails_its_request(server: Running) -> 
     assert complete(server, guided_regex="a*", max_tokens=2).status_code == 200
 
 
+def test_engine_does_not_convert_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversion may take minutes and hold Python's lock."""
+    monkeypatch.setattr(token_filters, "grammar_text", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(llguidance, "grammar_from", lambda *arguments: 1 / 0)
+    response = complete(server, guided_grammar='root ::= "hello"', max_tokens=20)
+    assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "hello")
+    response = complete(server, guided_grammar="root ::= (")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("structured_outputs: grammar: Failed to convert the grammar")
+
+
 def test_slow_grammars_delay_no_requests_without_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, go_on, matcher = list[str | None](), threading.Event(), GrammarTokenizer.matcher
 
-    def slow(self: GrammarTokenizer, outputs: Any) -> Any:
+    def slow(self: GrammarTokenizer, outputs: Any, *arguments: Any) -> Any:
         compiled.append(outputs.regex)
         assert go_on.wait(60)
-        return matcher(self, outputs)
+        return matcher(self, outputs, *arguments)
 
     monkeypatch.setattr(GrammarTokenizer, "matcher", slow)
     try:
