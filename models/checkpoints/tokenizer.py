@@ -221,13 +221,19 @@ class GrammarChecker:
       tokens: bytes of each token of the model.
       special: ids of special tokens.
       ends: ids of end-of-sequence tokens, at least one.
+
+    Raises:
+      RuntimeError: the process cannot load the tokens.
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]):
         self._process = _Process(GRAMMAR_SECONDS)
         weakref.finalize(self, self._process.end)
         texts = [token.decode("latin-1") for token in tokens]
-        self._process.ask("structured_outputs", "load_vocabulary", texts, [*special], [*ends])
+        try:
+            self._process.ask("the vocabulary for grammars", "load_vocabulary", texts, [*special], [*ends])
+        except TokenizerError as error:
+            raise RuntimeError(str(error)) from error
 
     def check(self, kind: str, value: str | Sequence[str]) -> str:
         """Check the time, the memory and the stack that a grammar needs.
@@ -241,6 +247,7 @@ class GrammarChecker:
 
         Raises:
           TokenizerError: the conversion or the compilation exceeds a limit, or the conversion finds an error.
+          RuntimeError: the process has ended earlier and cannot load the tokens again.
         """
         reply = self._process.ask("structured_outputs: the grammar is too complex", "check_grammar", kind, value)
         if "error" in reply:
@@ -276,24 +283,36 @@ class _Process:
         )
 
     def ask(self, what: str, function: str, *arguments: Any) -> Any:
-        """Call a function of the process. On failure, raise a TokenizerError whose message starts with `what`."""
+        """Call a function of the process.
+
+        Raises:
+          TokenizerError: the function fails or ends the process. The message starts with `what`.
+          RuntimeError: the process has ended earlier, and the first request, which had succeeded, fails in a new one.
+        """
         request = json.dumps([function, *arguments]).encode() + b"\n"
         with self._lock:
-            reply = b"\n"
             if self._loading is None:
                 self._loading = request
             elif self._popen.poll() is not None:
                 self._popen.communicate()
                 self._popen = self._start()
-                reply = self._exchange(self._loading)
-            if reply.endswith(b"\n"):
-                reply = self._exchange(request)
-            if not reply.endswith(b"\n"):
-                raise TokenizerError(f"{what}: {_why_ended(self._popen.wait(), self._seconds)}")
-        right, result = json.loads(reply)
+                right, result = self._call(self._loading)
+                if not right:
+                    self._popen.kill()  # the next call starts it again
+                    self._popen.wait()
+                    raise RuntimeError(f"the process for texts and grammars cannot be started again: {result}")
+            right, result = self._call(request)
         if not right:
             raise TokenizerError(f"{what}: {result}")
         return result
+
+    def _call(self, request: bytes) -> tuple[bool, Any]:
+        """Send a request. Return whether it has succeeded, and its result or the reason of the failure."""
+        reply = self._exchange(request)
+        if not reply.endswith(b"\n"):
+            return False, _why_ended(self._popen.wait(), self._seconds)
+        right, result = json.loads(reply)
+        return right, result
 
     def _exchange(self, request: bytes) -> bytes:
         """Send a request and return the response, which does not end with a line break if the process has ended."""

@@ -221,6 +221,12 @@ def test_checker_refuses_grammars_that_need_too_much(monkeypatch):
         checker.check("grammar", "root ::= (")
 
 
+def test_checker_that_cannot_load_its_tokens_is_no_error_of_the_grammar():
+    with pytest.raises(RuntimeError, match=r"^the vocabulary for grammars: list index out of range") as raised:
+        GrammarChecker([b"a", b"</s>"], [1], [])
+    assert not isinstance(raised.value, ValueError)  # the server reports ValueError as an error of the request
+
+
 def test_error_of_a_panic_has_no_backtrace(grammars, monkeypatch):
     class Panicked:
         """A matcher whose construction has panicked. llguidance 1.9 catches panics."""

@@ -202,10 +202,24 @@ def test_text_process_that_ended_is_started_again(save, monkeypatch):
         return exchange(request)
 
     monkeypatch.setattr(tokenizer._process, "_exchange", kill)
-    for _ in range(2):
-        with pytest.raises(TokenizerError, match=r"tokenizer.json: the process for it ended with SIGKILL"):
-            tokenizer.encode("page")
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: the process for it ended with SIGKILL"):
+        tokenizer.encode("page")
+    with pytest.raises(RuntimeError, match=r"cannot be started again: the process for it ended with SIGKILL"):
+        tokenizer.encode("page")
     monkeypatch.undo()
+    assert tokenizer.encode("page") == expected
+
+
+def test_text_process_that_cannot_load_again_is_no_error_of_the_request(save):
+    tokenizer = save()
+    expected, loading = tokenizer.encode("page"), tokenizer._process._loading
+    tokenizer._process._popen.kill()
+    tokenizer._process._popen.wait()
+    tokenizer._process._loading = loading.replace(b"tokenizer.json", b"missing.json")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot be started again: No such file"):
+            tokenizer.encode("page")
+    tokenizer._process._loading = loading
     assert tokenizer.encode("page") == expected
 
 
