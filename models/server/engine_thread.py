@@ -153,7 +153,9 @@ class EngineThread:
                 self._socket.close()
             except Exception as error:  # noqa: BLE001  the engine's thread sends the reason
                 failure = f"{type(error).__name__}: {error}"
-            self._commands.put(EngineEnded(failure))
+            with self._lock:
+                self._preparing.clear()  # queued requests are not prepared
+                self._commands.put(EngineEnded(failure))
             for _ in range(_WORKERS):
                 self._with_grammars.put(None)
 
@@ -169,7 +171,10 @@ class EngineThread:
             return grammars.matcher(outputs, checker.check(*given_field(outputs)))
 
         while (message := self._with_grammars.get()) is not None:
-            self._prepare(message, compiled)
+            try:
+                self._prepare(message, compiled)
+            except Exception:  # later requests need the thread
+                LOGGER.exception("request with a grammar")
 
     def _prepare(
         self, message: Add, compiled: Callable[[StructuredOutputs], llguidance.LLMatcher] | None = None

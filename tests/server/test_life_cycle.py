@@ -17,13 +17,15 @@ import llguidance
 import pytest
 
 from pallas_attn.models.checkpoints import Tokenizer, TokenizerError
+from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
 from pallas_attn.models.engine.step.compiler import StepCompiler
-from pallas_attn.models.llm import LLM, token_filters
+from pallas_attn.models.llm import LLM, SamplingParams, StructuredOutputs, token_filters
 from pallas_attn.models.llm.token_filters import GrammarFilter, GrammarTokenizer
 from pallas_attn.models.server import server as server_module
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.options import ServerLimits, ServerOptions
+from pallas_attn.models.server.messages import Add, Prompt, StepResults, frame
+from pallas_attn.models.server.options import ApiError, ServerLimits, ServerOptions
 from pallas_attn.models.server.server import Server, listen
 from tests.server.server_case import DEFAULTS, Running, events, load, request, serving
 
@@ -429,6 +431,58 @@ def test_slow_grammars_delay_no_requests_without_grammars(server: Running, monke
     assert slow_ones.join() == [200, 200]
     assert complete(server, guided_regex="c*", max_tokens=2).status_code == 200
     assert compiled == ["a*", "a*", "c*"]  # the grammar of the aborted request is not compiled
+
+
+def add_grammar(request_id: int, regex: str, num_prompts: int = 1) -> bytes:
+    """Return the message of a request to the engine."""
+    prompt = Prompt([1], SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(regex=regex)))
+    return frame(Add(request_id, [prompt] * num_prompts, ""))
+
+
+def test_queued_grammars_are_not_compiled_after_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, ended, go_on, prepare = list[str](), list[int](), threading.Event(), EngineThread._prepare
+
+    def prepared(self: EngineThread, message: Add, *arguments: Any) -> None:
+        prepare(self, message, *arguments)
+        ended.append(message.request_id)
+
+    def slow(self: GrammarChecker, kind: str, value: str) -> str:
+        checked.append(value)
+        assert go_on.wait(60)
+        raise ValueError("structured_outputs: refused")
+
+    monkeypatch.setattr(EngineThread, "_prepare", prepared)
+    monkeypatch.setattr(GrammarChecker, "check", slow)
+    of_engine, of_server = socket.socketpair()
+    with of_server:
+        engine = EngineThread(llm, of_engine, ServerLimits())
+        try:
+            of_server.sendall(b"".join(add_grammar(i, f"{i}") for i in range(4)))
+            wait_for(lambda: len(checked) == 2)
+            of_server.shutdown(socket.SHUT_WR)
+            wait_for(lambda: not engine.thread_runs())
+        finally:
+            go_on.set()
+        wait_for(lambda: len(ended) == 4)
+    assert sorted(checked) == ["0", "1"]
+
+
+def test_unexpected_error_does_not_end_the_threads_of_grammars(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, failed = EngineThread._prepare, list[int]()
+
+    def fail(self: EngineThread, message: Add, *arguments: Any) -> None:
+        if len(failed) < 4:  # more than there are threads
+            failed.append(message.request_id)
+            self._socket.send(StepResults({}, {message.request_id: ApiError("failed", 500).fields}))
+            raise RuntimeError("unexpected")
+        prepare(self, message, *arguments)
+
+    monkeypatch.setattr(EngineThread, "_prepare", fail)
+    for _ in range(4):
+        assert complete(server, guided_regex="a*").status_code == 500
+    assert complete(server, guided_regex="a*", max_tokens=2).status_code == 200
 
 
 def test_failed_warmup_ends_the_server(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
