@@ -163,32 +163,33 @@ class EngineThread:
         """Prepare requests with grammars."""
         checker: GrammarChecker | None = None
 
-        def compiled(outputs: StructuredOutputs) -> llguidance.LLMatcher:
+        def check(outputs: StructuredOutputs) -> str:
             nonlocal checker
-            grammars = self._llm.grammars
             if checker is None:
+                grammars = self._llm.grammars
                 checker = GrammarChecker(grammars.tokens, grammars.special_token_ids, grammars.eos_token_ids)
-            return grammars.matcher(outputs, checker.check(*given_field(outputs)))
+            return checker.check(*given_field(outputs))
 
         while (message := self._with_grammars.get()) is not None:
             try:
-                self._prepare(message, compiled)
+                self._prepare(message, check)
             except Exception:  # later requests need the thread
                 LOGGER.exception("request with a grammar")
 
-    def _prepare(
-        self, message: Add, compiled: Callable[[StructuredOutputs], llguidance.LLMatcher] | None = None
-    ) -> None:
+    def _prepare(self, message: Add, check: Callable[[StructuredOutputs], str] | None = None) -> None:
         """Prepare the prompts of a request, and give the request to the engine's thread unless it was aborted.
-        `compiled` checks and compiles a grammar; requests without grammars do not need it."""
-        with self._lock:
-            if message.request_id not in self._preparing:  # aborted while earlier requests were prepared
-                return
+        `check` returns the text of a grammar to compile, or raises ValueError for a grammar that needs too much time or
+        memory. Requests without grammars do not need it. Prompts share the compilation of equal grammars."""
+        if not self._is_wanted(message):  # aborted while earlier requests were prepared
+            return
         try:
             matchers: dict[StructuredOutputs | None, llguidance.LLMatcher | None] = {None: None}
             for outputs in (prompt.params.structured_outputs for prompt in message.prompts):
-                if outputs is not None and outputs not in matchers and compiled is not None:
-                    matchers[outputs] = compiled(outputs)
+                if outputs is not None and outputs not in matchers and check is not None:
+                    text = check(outputs)
+                    if not self._is_wanted(message):  # aborted during the check
+                        return
+                    matchers[outputs] = self._llm.grammars.matcher(outputs, text)
             prompts = [
                 self._llm.prepare(prompt.ids, prompt.params, matcher=matchers[prompt.params.structured_outputs])
                 for prompt in message.prompts
@@ -205,6 +206,11 @@ class EngineThread:
             if message.request_id in self._preparing:
                 self._preparing.remove(message.request_id)
                 self._commands.put(OpenRequest(message.request_id, prompts, message.salt))
+
+    def _is_wanted(self, message: Add) -> bool:
+        """Whether a request that is being prepared was not aborted."""
+        with self._lock:
+            return message.request_id in self._preparing
 
     def _watch(self, limit_s: float) -> None:
         """Report the end of the engine if a step takes too long. A step that waits for a hung device cannot be

@@ -24,7 +24,7 @@ from pallas_attn.models.llm.token_filters import GrammarFilter, GrammarTokenizer
 from pallas_attn.models.server import server as server_module
 from pallas_attn.models.server.app import Api
 from pallas_attn.models.server.engine_thread import EngineThread
-from pallas_attn.models.server.messages import Add, Prompt, StepResults, frame
+from pallas_attn.models.server.messages import Abort, Add, Prompt, StepResults, frame
 from pallas_attn.models.server.options import ApiError, ServerLimits, ServerOptions
 from pallas_attn.models.server.server import Server, listen
 from tests.server.server_case import DEFAULTS, Running, events, load, request, serving
@@ -465,6 +465,42 @@ def test_queued_grammars_are_not_compiled_after_the_end(llm: LLM, monkeypatch: p
             go_on.set()
         wait_for(lambda: len(ended) == 4)
     assert sorted(checked) == ["0", "1"]
+
+
+def test_grammar_is_compiled_once_and_not_after_an_abort(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, prepare = list[str | None](), EngineThread._prepare
+    check, matcher, ended = GrammarChecker.check, GrammarTokenizer.matcher, list[int]()
+
+    def aborted(self: GrammarChecker, kind: str, value: str) -> str:
+        if value == "a*":
+            of_server.sendall(frame(Abort(1)))
+            wait_for(lambda: 1 not in engine._preparing)
+        return check(self, kind, value)
+
+    def recorded(self: GrammarTokenizer, outputs: StructuredOutputs, *arguments: Any) -> Any:
+        compiled.append(outputs.regex)
+        return matcher(self, outputs, *arguments)
+
+    def prepare_and_record(self: EngineThread, message: Add, *arguments: Any) -> None:
+        prepare(self, message, *arguments)
+        ended.append(message.request_id)
+
+    monkeypatch.setattr(GrammarChecker, "check", aborted)
+    monkeypatch.setattr(GrammarTokenizer, "matcher", recorded)
+    monkeypatch.setattr(EngineThread, "_prepare", prepare_and_record)
+    of_engine, of_server = socket.socketpair()
+    with of_server:
+        engine = EngineThread(llm, of_engine, ServerLimits())
+        of_server.sendall(add_grammar(1, "a*") + add_grammar(2, "b*", num_prompts=3))
+        wait_for(lambda: len(ended) == 2)
+        of_server.shutdown(socket.SHUT_WR)
+        wait_for(lambda: not engine.thread_runs())
+    assert compiled == ["b*"]
+
+
+def test_prompts_with_a_shared_grammar_have_own_states(server: Running) -> None:
+    response = complete(server, prompt=["hello", "a", "b"], guided_choice=["hello"], max_tokens=20)
+    assert [choice["text"] for choice in response.json()["choices"]] == ["hello"] * 3
 
 
 def test_unexpected_error_does_not_end_the_threads_of_grammars(
