@@ -201,7 +201,10 @@ def test_earlier_tool_calls(server: Running) -> None:
     ("families", "thought", "call"),
     [
         (("hermes", "think"), "<think>a b</think>\n", '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'),
-        (("gemma4", "gemma4"), "<|channel>thought\na b\n<channel|>", "<|tool_call>call:clock{}<tool_call|>"),
+        pytest.param(
+            *(("gemma4", "gemma4"), "<|channel>thought\na b\n<channel|>", "<|tool_call>call:clock{}<tool_call|>"),
+            marks=pytest.mark.slow,  # test_tool_calls.py and test_reasoning.py test the parsers without a model
+        ),
     ],
 )
 def test_reasoning_and_tool_calls_of_a_model_with_formats(

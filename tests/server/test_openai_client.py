@@ -100,6 +100,7 @@ def arguments(create: Any, **fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in known} | {"extra_body": extra}
 
 
+@pytest.mark.slow  # test_completions.py sends the same parameters with httpx
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_parameters_of_completions(client: openai.OpenAI, name: str) -> None:
     create = client.completions.create

@@ -184,6 +184,7 @@ def test_examples_of_the_page_and_end_by_signal(folder: Path, capfd: pytest.Capt
     assert "prompt text" not in printed.err
 
 
+@pytest.mark.slow  # tests/models/test_cached_pages.py saves and loads caches without a server
 def test_prefix_cache_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     body = {"prompt": "a prompt of several pages of the cache", "max_tokens": 1}
     cached: list[int] = []
