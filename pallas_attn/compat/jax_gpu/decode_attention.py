@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,16 +12,13 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.compat.jax_gpu import arguments, reference
 from pallas_attn.ops.paged_decode import paged_decode
-from pallas_attn.types import Implementation, PagedKV
+from pallas_attn.types import VIEW_PAGE_SIZES, Implementation, PagedKV
 
 type Residuals = tuple[Float[Array, "B Hq"], Float[Array, "B Hq"]]
 """(l, m) of the softmax."""
 
 type Attention = Float[Array, "B Hq D"] | tuple[Float[Array, "B Hq D"], Residuals]
 """Output, or output and residuals."""
-
-PAGE_SIZES = (64, 32, 16)
-"""Page sizes with which a cache of one KV head is viewed, best first."""
 
 
 def mqa(
@@ -53,7 +51,8 @@ def mqa(
       (2, 8, 128)
     """
     arguments.warn_about_tuning(mqa, locals())
-    return _run("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, implementation, return_residuals, normalize_output)
+    attend = _attend_by(implementation)
+    return _run("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output, attend)
 
 
 def gqa(
@@ -115,9 +114,8 @@ def gqa(
       ([1.0, 0.0], [1.0, 0.0])
     """
     arguments.warn_about_tuning(gqa, locals())
-    return _run(
-        "B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, implementation, return_residuals, normalize_output
-    )
+    attend = _attend_by(implementation)
+    return _run("B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output, attend)
 
 
 def mqa_reference(
@@ -140,7 +138,7 @@ def mqa_reference(
       >>> decode_attention.mqa_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
       (2, 8, 128)
     """
-    return _run_reference("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output)
+    return _run("B S D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output, _attend_dense)
 
 
 def gqa_reference(
@@ -164,7 +162,9 @@ def gqa_reference(
       >>> decode_attention.gqa_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
       (2, 8, 128)
     """
-    return _run_reference("B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output)
+    return _run(
+        "B S Hkv D", q, k, v, start_idx, kv_seq_len, sm_scale, return_residuals, normalize_output, _attend_dense
+    )
 
 
 def mha_reference(
@@ -183,11 +183,11 @@ def mha_reference(
       >>> decode_attention.mha_reference(jnp.ones((2, 8, 128), jnp.bfloat16), k, v, kv_seq_len=50).shape
       (2, 8, 128)
     """
-    result: Any = _run_reference("B S Hq D", q, k, v, start_idx, kv_seq_len, sm_scale, False, True)
+    result: Any = _run("B S Hq D", q, k, v, start_idx, kv_seq_len, sm_scale, False, True, _attend_dense)
     return result
 
 
-def _run_reference(
+def _run(
     axes: str,
     q: Any,
     k: Any,
@@ -197,28 +197,14 @@ def _run_reference(
     sm_scale: Any,
     return_residuals: bool,
     normalize_output: bool,
+    attend: Callable[..., tuple[Float[Array, "B Hq D"], Residuals]],
 ) -> Attention:
-    """Check the arguments and compute attention with all scores in memory. Arguments as in `_run`."""
-    arrays = _checked(axes, q, k, v, start_idx, kv_seq_len, return_residuals, normalize_output)
-    scale = checks.number("sm_scale", sm_scale)
-    q, k, v, start, end = arrays.values()
-    k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
-    out, lse = reference.attention(q, k, v, start, end, sm_scale=q.shape[-1] ** -0.5 if scale is None else scale)
-    return (out, _residuals(lse)) if return_residuals else out
+    """Check the arguments and attend.
 
-
-def _checked(
-    axes: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    start_idx: Any,
-    kv_seq_len: Any,
-    return_residuals: bool,
-    normalize_output: bool,
-) -> dict[str, Any]:
-    """Check the arguments and return the arrays by name. `axes` are the axes of k and v. `start_idx` and `kv_seq_len`
-    are None, a number, or int32 [] or [B].
+    Args:
+      axes: axes of k and v.
+      start_idx, kv_seq_len: None, a number, or int32 [] or [B].
+      attend: function of the arrays by name and of `sm_scale` that returns the output and (l, m).
     """
     dims = checks.Dims()
     dims.check("q", q, "B Hq D", checks.PLAIN)
@@ -237,27 +223,22 @@ def _checked(
             "normalize_output: takes False only with return_residuals=True, because an unnormalised output has no"
             " meaning without residuals"
         )
-    return arrays
-
-
-def _run(
-    axes: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    start_idx: Any,
-    kv_seq_len: Any,
-    sm_scale: Any,
-    implementation: Implementation,
-    return_residuals: bool,
-    normalize_output: bool,
-) -> Attention:
-    """Check the arguments and attend. `axes` are the axes of k and v."""
-    arrays = _checked(axes, q, k, v, start_idx, kv_seq_len, return_residuals, normalize_output)
-    out, residuals = arguments.call_in_jit(
-        _attend, arrays, implementation, sm_scale=checks.number("sm_scale", sm_scale)
-    )
+    out, residuals = attend(arrays, sm_scale=checks.number("sm_scale", sm_scale))
     return (out, residuals) if return_residuals else out
+
+
+def _attend_dense(arrays: dict[str, Any], *, sm_scale: float | None) -> tuple[Float[Array, "B Hq D"], Residuals]:
+    """Return the output and (l, m), computed with all scores in memory."""
+    q, k, v, start, end = arrays.values()
+    k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    out, lse = reference.attention(q, k, v, start, end, sm_scale=scale)
+    return out, _residuals(lse)
+
+
+def _attend_by(implementation: Implementation) -> Callable[..., tuple[Float[Array, "B Hq D"], Residuals]]:
+    """Return a function for `_run` that calls `paged_decode` with an implementation."""
+    return lambda arrays, sm_scale: arguments.call_in_jit(_attend, arrays, implementation, sm_scale=sm_scale)
 
 
 def _attend(
@@ -275,7 +256,9 @@ def _attend(
     num_kv_heads = k.shape[2] if k.ndim == 4 else 1
     # The tokens of a page of one head are contiguous only if the page has one token, or the cache one head. Pages of
     # one token also permit tables that start at any token.
-    page_size = next((ps for ps in PAGE_SIZES if tokens % ps == 0), 1) if num_kv_heads == 1 and start_idx is None else 1
+    page_size = (
+        next((ps for ps in VIEW_PAGE_SIZES if tokens % ps == 0), 1) if num_kv_heads == 1 and start_idx is None else 1
+    )
     # Without `start_idx`, a row of `table` has consecutive tokens.
     view = tokens or None if num_kv_heads > 1 and start_idx is None else None
     kv = PagedKV(*(x.reshape(-1, num_kv_heads, page_size, head_dim) for x in (k, v)), view_page_size=view)
