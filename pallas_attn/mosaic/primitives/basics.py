@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref
+from jaxtyping import Array, Num
 
 from pallas_attn.jax_patches import mended_lowering
 from pallas_attn.mosaic.primitives.assembler import require_sound_assembler
@@ -103,6 +104,24 @@ def in_pool(page: Any, pages: int) -> Any:
     One unsigned comparison tests both: negative ids, such as PAGE_NONE, are large unsigned numbers.
     """
     return page.astype(jnp.uint32) < jnp.uint32(pages)
+
+
+def pool_of_pages(
+    pages: Num[Array, "N Hkv ps columns"], page_size: int, tokens_per_row: int, *, tokens_first: bool
+) -> Num[Array, "..."]:
+    """Return keys or values of a cache in the shape in which kernels copy them, without a copy.
+
+    Args:
+      page_size: tokens of a page in the kernel.
+      tokens_per_row: tokens of a row of the result, t.
+      tokens_first: whether `pages` is a view of pages with tokens before heads, which has pages of one token.
+
+    Returns:
+      [N·Hkv, ps / t, t·columns], or [N, Hkv, columns] with `tokens_first`.
+    """
+    if tokens_first:
+        return pages.reshape(-1, pages.shape[1], pages.shape[3])
+    return pages.reshape(-1, page_size // tokens_per_row, pages.shape[3] * tokens_per_row)
 
 
 def first_warp(start_copies: Callable[[], None]) -> None:

@@ -43,6 +43,11 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan
 
 
+def num_blocks(query_rows: int) -> int:
+    """Return the number of blocks of the query rows of a sequence."""
+    return -(-query_rows // ROWS)
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockTiles(LatentTiles):
     """Compile-time parameters of a call whose query rows are processed in blocks.
@@ -54,7 +59,7 @@ class BlockTiles(LatentTiles):
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return -(-self.queries * self.heads // ROWS)
+        return num_blocks(self.queries * self.heads)
 
     @property
     def rows(self) -> int:
@@ -84,7 +89,7 @@ class SplitResults(NamedTuple):
     def types(x: RowInputs, out_dtype: jax.typing.DTypeLike) -> SplitResults:
         """Return the types of the results of a kernel with these inputs."""
         batch, rows, latent_dim = x.q_latent.shape
-        blocks = -(-rows // ROWS)
+        blocks = num_blocks(rows)
         return SplitResults(
             jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
             jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),

@@ -60,6 +60,7 @@ from pallas_attn.ops.mla_decode.mosaic_splits import (
     for_each_split,
     live_tokens,
     merge_splits,
+    num_blocks,
     seen_bits,
     token_positions,
 )
@@ -71,18 +72,17 @@ from pallas_attn.types import DecodePlan
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute output and LSE of `mla_decode` for many query rows."""
     settings = config.two_warpgroup_config(call.latent_dim, call.rope_dim, call.page_size)
-    blocks = -(-call.query_rows // ROWS)
     static = DecodeBf16Static(
         **tile_parameters(call),
         pairs=settings.pairs,
-        cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
+        cluster=settings.cluster if num_blocks(call.query_rows) % settings.cluster == 0 else 1,
     )
     out, lse, partials = _attend(in_blocks(call, plan, static.rows, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Return the number of CTAs of a plan for this call. The kernel runs each of them once per block of 64 query rows.
+    """Return the number of CTAs of a plan for this call. The kernel runs each of them once per block of query rows.
 
     Raises:
       NotImplementedError: unsupported architecture, dtype, width, page size or number of queries.
@@ -99,7 +99,7 @@ def num_programs(call: MlaDecodeCall) -> int:
         )
     if num_queries > NEVER_BIT:
         raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {num_queries}")
-    return max(1, basics.multiprocessors() // -(-call.query_rows // ROWS))
+    return max(1, basics.multiprocessors() // num_blocks(call.query_rows))
 
 
 # --- sizes and scratch

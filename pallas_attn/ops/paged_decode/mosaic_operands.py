@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile
 from pallas_attn.mosaic.primitives import basics, unsupported
@@ -34,10 +36,16 @@ def operands(
     packed = (
         [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in query_parts]
     )
+    pool_of = functools.partial(
+        basics.pool_of_pages,
+        page_size=tile.page_size,
+        tokens_per_row=tile.tokens_per_row,
+        tokens_first=tile.tokens_first,
+    )
     inputs = DecodeInputs(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
-        k=pool_rows(kv.k, tile),
-        v=pool_rows(kv.values[0], tile),
+        k=pool_of(kv.k),
+        v=pool_of(kv.values[0]),
         rope=None,
         k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
         v_scale=_one_axis(kv.v_scale),
@@ -104,13 +112,6 @@ def config_key(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
         out_bytes=call.output_dtype.itemsize,
         page_size=call.plan_page_size,
     )
-
-
-def pool_rows(pages: Num[Array, "N Hkv ps columns"], tile: DecodeTile) -> Num[Array, "..."]:
-    """Return an array of a cache in the shape of `DecodeInputs.k`, without a copy."""
-    if tile.tokens_first:
-        return pages.reshape(-1, pages.shape[1], pages.shape[3])  # [T, Hkv, columns], pages of one token
-    return pages.reshape(-1, tile.rows(tile.page_size), pages.shape[3] * tile.tokens_per_row)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

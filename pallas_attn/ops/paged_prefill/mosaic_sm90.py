@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.hopper import prefill as hopper
 from pallas_attn.mosaic.prefill.config import FlashConfig
@@ -169,10 +169,16 @@ def attend(
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     splits, work = list_work(loader, lengths, call.block_tables.shape[-1] * call.page_size, loader.l2_head_group)
+    pool_of = functools.partial(
+        basics.pool_of_pages,
+        page_size=loader.page_size,
+        tokens_per_row=loader.tokens_per_smem_row,
+        tokens_first=loader.tokens_first,
+    )
     inputs = PrefillInputs(
         q=tuple(zero_rows_past_end(part[0], tile_rows) for part in parts),
-        k=loader.pool_rows(kv.k),
-        v=loader.pool_rows(kv.values[0]),
+        k=pool_of(kv.k),
+        v=pool_of(kv.values[0]),
         k_scale=None if loader.scales == "channel" else _flat(kv.k_scale),
         v_scale=_flat(kv.v_scale),
         block_tables=call.block_tables,
@@ -303,13 +309,6 @@ class PagedLoader(PackedLoader):
             tokens_first=kv.view_page_size is not None,
             first_value_column=kv.values[1],
         )
-
-    def pool_rows(self, pages: Num[Array, "N Hkv ps columns"]) -> Num[Array, "..."]:
-        """Return an array of a cache in the shape of `PrefillInputs.k`, without a copy."""
-        if self.tokens_first:
-            return pages.reshape(-1, pages.shape[1], pages.shape[3])  # [T, Hkv, columns], pages of one token
-        tokens = self.tokens_per_smem_row
-        return pages.reshape(-1, self.page_size // tokens, pages.shape[3] * tokens)
 
     @property
     def group(self) -> int:
