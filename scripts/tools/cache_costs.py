@@ -17,7 +17,7 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +135,29 @@ def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
-    """Compare and print all cases. Return the report."""
+def report(
+    goldens: Path,
+    names: Sequence[str],
+    weights: Sequence[str],
+    compare: Callable[[Path, str], Iterator[dict[str, Any]]] = compare,
+    describe: Callable[[dict[str, Any]], str] = lambda case: f"{case['cache']:<14}",
+) -> dict[str, Any]:
+    """Compare and print all cases. Return the report.
+
+    Args:
+      goldens: folder of the goldens.
+      names: names of goldens.
+      weights: dtypes of the weights.
+      compare: function that yields the cases of a golden and a dtype.
+      describe: function that describes a case in one line.
+    """
     here, cases = device.description(), []
     for name in names:
         for dtype in weights:
             for case in compare(goldens / name, dtype):
                 cases.append({"model": name, **case})
                 print(
-                    f"{name:<16}{dtype} weights, {case['cache']:<14}"
+                    f"{name:<16}{dtype} weights, {describe(case)}"
                     f" rms {case['rms']:.2g}, largest {case['largest']:.2g}, KL {case['kl_mean']:.2g},"
                     f" tokens {case['equal_tokens']:.1%}",
                     flush=True,
@@ -157,16 +171,40 @@ def main() -> int:
 
 
 def run() -> int:
-    """Parse the command line, compare, print and write the report. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="goldens; all by default")
+    """Run the tool. Return the exit status."""
+    return compare_goldens("cache_costs", __doc__, all_goldens, report)
+
+
+def all_goldens(goldens: Path) -> list[str]:
+    """Return the names of the goldens in a folder."""
+    return sorted(path.parent.name for path in goldens.glob("*/golden.npz"))
+
+
+def compare_goldens(
+    tool: str,
+    description: str,
+    find: Callable[[Path], list[str]],
+    report: Callable[[Path, Sequence[str], Sequence[str]], dict[str, Any]],
+    kind: str = "golden",
+) -> int:
+    """Parse the command line of a tool that compares goldens, and write its report. Return the exit status.
+
+    Args:
+      tool: name of the tool and of its report.
+      description: text whose first line describes the tool.
+      find: function that returns the names of the goldens in a folder that the tool supports.
+      report: function of the folder, the names of goldens and the dtypes of the weights that returns the report.
+      kind: what the tool compares, for an error message.
+    """
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="goldens; all that the tool supports by default")
     parser.add_argument("--weights", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--goldens", type=Path, default=ROOT / "tests" / "goldens")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "cache_costs.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / f"{tool}.json")
     args = parser.parse_args()
-    known = sorted(path.parent.name for path in args.goldens.glob("*/golden.npz"))
+    known = find(args.goldens)
     if unknown := set(args.names) - {*known}:
-        parser.error(f"there is no golden named {', '.join(sorted(unknown))}; the goldens are {', '.join(known)}")
+        parser.error(f"there is no {kind} named {', '.join(sorted(unknown))}; the goldens are {', '.join(known)}")
     check_outputs({"--json": args.json}, make_folders=True)
     write_report("--json", args.json, report(args.goldens, args.names or known, args.weights))
     return 0

@@ -15,7 +15,6 @@ products is not part of this study.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -35,11 +34,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_attn import PagedLatent, gather_latent, latent_cache_spec, write_latent
 from pallas_attn.models.checkpoints import load_model
-from pallas_attn.models.cli.command_line import check_outputs, exit_status, write_report
+from pallas_attn.models.cli.command_line import exit_status
 from pallas_attn.models.decoder import AttentionSettings, Decoder, mla, pad_tokens, run_sequence, split_model
 from pallas_attn.models.decoder import model as decoder
-from scripts.bench.harness import device
-from scripts.tools.cache_costs import ROOT, cost, sequences_of
+from scripts.tools import cache_costs
+from scripts.tools.cache_costs import cost, sequences_of
 from scripts.tools.wide_latents import save_wide
 
 FP8 = jnp.float8_e4m3fn
@@ -300,18 +299,12 @@ def lost_weights() -> Iterator[dict[str, Any]]:
 
 def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
     """Compare and print all cases. Return the report."""
-    here, cases = device.description(), []
-    for name in names:
-        for dtype in weights:
-            for case in compare(goldens / name, dtype):
-                cases.append({"model": name, **case})
-                print(
-                    f"{name:<11}{dtype} weights, {case['rounding']:<35} attention {case['attention_error']:.2g},"
-                    f" rms {case['rms']:.2g}, largest {case['largest']:.2g}, KL {case['kl_mean']:.2g},"
-                    f" tokens {case['equal_tokens']:.1%}",
-                    flush=True,
-                )
-    return {**here, "cases": cases, "lost_weights": list(lost_weights())}
+
+    def describe(case: dict[str, Any]) -> str:
+        return f"{case['rounding']:<35} attention {case['attention_error']:.2g},"
+
+    costs = cache_costs.report(goldens, names, weights, compare, describe)
+    return {**costs, "lost_weights": list(lost_weights())}
 
 
 def latent_goldens(goldens: Path) -> list[str]:
@@ -326,20 +319,9 @@ def main() -> int:
 
 
 def run() -> int:
-    """Parse the command line, compare, print and write the report. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="goldens with latent attention; all by default")
-    parser.add_argument("--weights", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--goldens", type=Path, default=ROOT / "tests" / "goldens")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "fp8_attention_costs.json")
-    args = parser.parse_args()
-    known = latent_goldens(args.goldens)
-    if unknown := set(args.names) - {*known}:
-        names = ", ".join(sorted(unknown))
-        parser.error(f"there is no golden with latent attention named {names}; the names are {', '.join(known)}")
-    check_outputs({"--json": args.json}, make_folders=True)
-    write_report("--json", args.json, report(args.goldens, args.names or known, args.weights))
-    return 0
+    """Run the tool. Return the exit status."""
+    kind = "golden with latent attention"
+    return cache_costs.compare_goldens("fp8_attention_costs", __doc__, latent_goldens, report, kind)
 
 
 if __name__ == "__main__":

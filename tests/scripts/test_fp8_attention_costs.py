@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from scripts.tools import fp8_attention_costs as costs
+from scripts.tools.cache_costs import ROOT
 
 
 def test_values_are_rounded_to_fp8_with_a_scale() -> None:
@@ -62,7 +63,7 @@ def test_each_operand_is_rounded_alone() -> None:
 
 @pytest.mark.slow  # compiles a model
 def test_the_baseline_has_the_logits_of_the_golden() -> None:
-    golden = costs.ROOT / "tests" / "goldens" / "v2-group"
+    golden = ROOT / "tests" / "goldens" / "v2-group"
     logits = np.split(
         costs.load_study(golden, "float32").logits(0), np.cumsum([*map(len, costs.sequences_of(golden))])[:-1]
     )
@@ -86,12 +87,12 @@ def test_unknown_goldens_are_errors(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys, "argv", ["fp8_attention_costs", "llama"])
     with pytest.raises(SystemExit):
         costs.main()
-    assert "no golden with latent attention named llama; the names are glm-dsa, " in capsys.readouterr().err
+    assert "no golden with latent attention named llama; the goldens are glm-dsa, " in capsys.readouterr().err
 
 
 def test_every_golden_is_in_the_committed_report() -> None:
-    report = json.loads((costs.ROOT / "benchmarks" / "results" / "fp8_attention_costs.json").read_text())
+    report = json.loads((ROOT / "benchmarks" / "results" / "fp8_attention_costs.json").read_text())
     found = [(case["model"], case["weights"], case["rounding"]) for case in report["cases"]]
-    names = costs.latent_goldens(costs.ROOT / "tests" / "goldens")
+    names = costs.latent_goldens(ROOT / "tests" / "goldens")
     wanted = [(n, w, r) for n in names for w in ("float32", "bfloat16") for r in [*costs.ROUNDINGS][1:]]
     assert sorted(found) == sorted(wanted)
