@@ -610,25 +610,42 @@ def test_stop_ends_requests_within_the_grace_time(folder: Path, llm: LLM, steps:
         assert server.result == [None]
 
 
+class PausedEncoding:
+    """Replacement of `Tokenizer.encode` that waits.
+
+    Attributes:
+      entered: event that is set when a call begins.
+      go_on: event that calls wait for.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace `Tokenizer.encode`."""
+        encode = Tokenizer.encode
+
+        def paused(*arguments: Any, **options: Any) -> Any:
+            self.entered.set()
+            assert self.go_on.wait(60)
+            return encode(*arguments, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", paused)
+
+
 def test_stop_gives_the_grace_time_to_requests_that_are_prepared(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        entered.set()
-        assert go_on.wait(60)
-        return encode(*arguments, **options)
-
+    encoding = PausedEncoding()
     monkeypatch.setattr(server_module, "_CLOSE_S", 1)
     with serving(folder, llm=llm, grace_s=60.0) as server:
-        monkeypatch.setattr(Tokenizer, "encode", slow)
+        encoding.begin(monkeypatch)
         prepared = Background(server, 1, max_tokens=2)
-        assert entered.wait(20)
+        assert encoding.entered.wait(20)
         server.server.stop()
         time.sleep(2.0)  # longer than the server waits for responses after the grace time
         assert not server.result
-        go_on.set()
+        encoding.go_on.set()
         assert prepared.join() == [200]
         wait_for(lambda: server.result)
 
@@ -636,20 +653,14 @@ def test_stop_gives_the_grace_time_to_requests_that_are_prepared(
 def test_request_that_is_prepared_after_the_grace_time_is_refused(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        entered.set()
-        assert go_on.wait(60)
-        return encode(*arguments, **options)
-
+    encoding = PausedEncoding()
     with serving(folder, llm=llm, grace_s=0.1) as server:
-        monkeypatch.setattr(Tokenizer, "encode", slow)
+        encoding.begin(monkeypatch)
         prepared = Background(server, 1, max_tokens=2)
-        assert entered.wait(20)
+        assert encoding.entered.wait(20)
         server.server.stop()
         time.sleep(0.5)
-        go_on.set()
+        encoding.go_on.set()
         assert prepared.join() == [503]
         assert prepared.responses[0].json()["error"]["code"] == "stopping"
 
