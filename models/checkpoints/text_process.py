@@ -186,7 +186,7 @@ class Text:
 
 
 class _Vocabulary:
-    """Tokens for llguidance. It calls the object to encode texts that a grammar forces; no text has tokens here."""
+    """Tokens for llguidance, which calls the object to encode texts that a grammar forces. No text has tokens here."""
 
     bos_token_id = None
 
