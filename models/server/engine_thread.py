@@ -10,8 +10,8 @@ The thread repeats:
 
 Threads share Python's global lock, so no other thread of the process works per token. Other threads work per request:
 one reads the socket, two prepare prompts without grammars, and two prepare prompts with grammars, whose compilation can
-take seconds. Before a grammar is compiled, a process with limited time and memory converts and
-compiles it (`GrammarChecker`).
+take seconds. Before a grammar is compiled, a process with limited time and memory converts and compiles it
+(`GrammarChecker`).
 """
 
 from __future__ import annotations
