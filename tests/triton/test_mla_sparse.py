@@ -29,9 +29,10 @@ def test_hopper_tiles_and_splits(monkeypatch: pytest.MonkeyPatch, case) -> None:
     monkeypatch.setattr(module, "MIN_STEPS", 1)
     monkeypatch.setattr(device, "INTERPRETED_MULTIPROCESSORS", 4)
     inputs = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
-    harness.assert_attention_close(
-        attend(TRITON)(**inputs.arguments()), inputs.expected(), TRITON.variant.tolerance("bfloat16")
-    )
+    of_output, of_lse = TRITON.variant.tolerance("bfloat16")
+    if case.cache_dtype:  # of few keys, as in tests.contract.test_mla_sparse.test_values
+        of_output = dataclasses.replace(of_output, cosine=harness.ROUNDED_TWICE)
+    harness.assert_attention_close(attend(TRITON)(**inputs.arguments()), inputs.expected(), (of_output, of_lse))
 
 
 @pytest.mark.parametrize(
