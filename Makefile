@@ -15,11 +15,13 @@ install = $(if $(UV),$(UV) pip install --quiet --python,$(BIN)/python -m pip --q
 create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(2) $(1))
 
 # Tests spend most of their time in compilation. XLA's older emitters compile in half the time of the MLIR emitters.
-# Splitting each program into LLVM modules, which XLA compiles in parallel, costs 15% of the compile time.
+# Splitting each program into LLVM modules, which XLA compiles in parallel, costs 15% of the compile time. LLVM's expensive
+# passes cost 6%.
 # `worksteal` gives a worker neighbouring tests, which compile the same programs. pytest prints the slowest tests; the
 # JUnit file has the times of all tests.
 COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
-	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1 \
+	--xla_llvm_disable_expensive_passes=true"
 # On a GPU, XLA times variants of matrix products while it compiles. Tests of models that take 90 s without it exceed 300 s.
 WITHOUT_AUTOTUNING := XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1

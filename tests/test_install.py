@@ -102,6 +102,7 @@ def metadata(folder: Path, project: Path = ROOT) -> str:
         return archive.read(f"pallas_attn-{pallas_attn.__version__}.dist-info/METADATA").decode()
 
 
+@pytest.mark.slow
 def test_address_of_the_repository_makes_links_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("REPO_URL", raising=False)
     plain = metadata(tmp_path / "plain")

@@ -57,6 +57,7 @@ from pallas_attn.models.engine.group_sizes import group_sizes
 from pallas_attn.models.engine.verify import verify
 from pallas_attn.models.moe import layer as moe_layer
 from pallas_attn.models.moe import router
+from tests.kit.slow_cases import slow_cases
 from tests.models.golden_case import (
     GREEDY,
     continued,
@@ -219,6 +220,7 @@ def test_chunks_may_end_anywhere_in_a_block(sizes: tuple[int, ...]):
     assert_parity(np.concatenate(found), wanted)
 
 
+@pytest.mark.slow
 def test_rejected_drafts_leave_no_trace():
     """Decode rows have up to five tokens. The last tokens of a row are wrong, and later steps replace them. Rows have
     different lengths, and a prompt is prefilled in the same steps. All steps have one shape, so one is compiled."""
@@ -765,6 +767,7 @@ def test_matrix_of_streams_has_float32_accuracy_in_bfloat16_models(rng):
     np.testing.assert_allclose(split(rows), exact(rows), atol=1e-5)
 
 
+@slow_cases("v4-float32")
 @pytest.mark.parametrize(("name", "kept"), [("v4", jnp.float32), ("v4-published", jnp.bfloat16)])
 def test_gates_keep_the_dtype_of_the_checkpoint_in_bfloat16_models(rng, name: str, kept: Any):
     """The results are those of the float32 gate. The logits are not rounded to bfloat16."""

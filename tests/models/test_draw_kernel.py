@@ -48,7 +48,7 @@ def random_logits(rng: np.random.Generator, kind: str, n: int, vocab_size: int) 
     return jnp.asarray(logits, jnp.float32)
 
 
-@slow_cases("excluded-300", "different-300")
+@slow_cases("excluded-300", "different-300", "ties-300")
 @pytest.mark.parametrize("vocab_size", [300, 777])
 @pytest.mark.parametrize("kind", ["different", "ties", "excluded"])
 def test_tokens_equal_the_tokens_without_triton(kind, vocab_size, rng):
@@ -56,6 +56,7 @@ def test_tokens_equal_the_tokens_without_triton(kind, vocab_size, rng):
     np.testing.assert_array_equal(with_kernel(logits, rows, block=256), without_triton(logits, rows))
 
 
+@pytest.mark.slow
 def test_top_k_of_equal_logits_selects_the_first_tokens():
     n = 12
     logits = jnp.zeros((n, 600)).at[:, 300].set(1.0)

@@ -142,7 +142,7 @@ class Traffic:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "short of pages" else pytest.mark.slow) for name in ENGINES]
 )
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=arrivals)
 def test_random_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
     played = Traffic(engine(name))

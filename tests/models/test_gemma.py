@@ -395,6 +395,7 @@ STATIC_SCALES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "layout"), STATIC_SCALES)
 def test_calibrated_scales_equal_transformers(name: str, dtype: str, layout: Any, tmp_path: Path):
     """Scales equal the scales of the caches of transformers, whose shapes differ between local and global layers."""
@@ -479,6 +480,7 @@ def test_prefill_skips_layers_for_tokens_without_logits(rows_of_layers: list[int
     assert {*of_programs} == {decode, prompts, mixed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [pytest.param("one", marks=pytest.mark.slow), "several"])
 def test_prompt_log_probabilities_need_all_layers(
     programs: str, rows_of_layers: list[int], request: pytest.FixtureRequest
@@ -507,6 +509,7 @@ def test_prompt_log_probabilities_need_all_layers(
     np.testing.assert_allclose(found, logits[np.arange(len(prompt) - 1), np.asarray(prompt[1:])], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_warmup_compiles_steps_with_prompt_log_probabilities():
     decoder = random_model(SMALL)
     sizes = dataclasses.replace(SIZES["chunks of 16, few pages"], max_model_len=104, num_pages=40)

@@ -64,7 +64,7 @@ def small() -> Decoder:
     )
 
 
-@pytest.mark.slow  # slow, because test_sparse compares tokens over fp8 latents with a plain run, too
+@pytest.mark.slow  # slow, because test_logit_differences_by_latent_dtype uses fp8 latents, too
 @pytest.mark.parametrize("name", ["random", "v2-group"])
 def test_engine_tokens_over_fp8_latents_equal_plain_run(name: str, request: pytest.FixtureRequest) -> None:
     """Tokens of the engine equal a run of one request with an fp8 cache. With the weights of the golden, they differ

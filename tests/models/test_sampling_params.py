@@ -139,6 +139,7 @@ def test_filtered_requests_use_the_prefix_cache():
     assert output.cached_tokens == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("penalties", marks=pytest.mark.slow), "all"])
 def test_drafts_change_no_token(name: str):
     """N-gram drafts for a prompt that repeats itself. Some drafts are accepted, some are rejected."""

@@ -190,6 +190,7 @@ WIDE = dataclasses.replace(engine_case.SPARSE, kv_lora_rank=LATENT_DIM)
 """Two layers, of which the first has an indexer, with latents that can be stored in fp8."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "indexers"),
     [

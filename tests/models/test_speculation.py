@@ -156,6 +156,7 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
     assert engine.stats().prefix_hit_rate > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["line", "tree"])
 def test_drafts_of_filtered_requests(tree: bool):
     """Tokens equal a plain loop with the same token filters, next to requests without a filter.

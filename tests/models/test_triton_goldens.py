@@ -64,6 +64,7 @@ def differences(name: str) -> tuple[float, float]:
     return float(np.median(of_tokens)), float(np.quantile(of_tokens, 0.9))
 
 
+@pytest.mark.slow
 @slow_cases("v3")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else slow) for n in NAMES])
 def test_logits(name: str) -> None:

@@ -185,8 +185,7 @@ def test_drawn_tokens_pass_wherever_the_output_starts(check, cases, sampled):
     assert check(rest) == RequestCheck(NUM_TOKENS - 1, 0, None)
 
 
-@slow_cases("change1")
-@slow_cases("change0")
+@slow_cases("change0", "change1", "change2")
 @pytest.mark.parametrize("change", [{"seed": 12}, {"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.1}])
 def test_drawn_tokens_with_other_sampling_parameters_fail(check, cases, sampled, change):
     assert check(cases[3].decoded(sampled, **{**SAMPLING, **change})).difference is not None

@@ -155,7 +155,6 @@ def test_names_and_dtypes():
 
 SPLIT = [2, 4, "expert=2", "context=2", "context=2,tensor=2", "data=2", "data=2,tensor=2", "data=2,expert=4"]
 IN_EVERY_RUN = [
-    ("v3", 4),
     ("v3, padded experts", "data=2,expert=4"),
     ("gpt-oss, padded experts", "data=2,tensor=2"),
     ("llama, biased", "context=2,tensor=2"),

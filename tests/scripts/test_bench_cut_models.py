@@ -195,6 +195,7 @@ def test_kernels_are_measured_on_gpus_only():
     assert kernels_of(lambda: pytest.fail("was called")) == {}
 
 
+@pytest.mark.slow
 def test_random_model_selects_different_experts_by_token():
     config = V4_PRESETS["v4-tiny"]
     model = random_model(

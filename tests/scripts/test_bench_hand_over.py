@@ -88,6 +88,7 @@ def test_impossible_mesh_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "bench_hand_over: error: --mesh: mesh: tensor: devices" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prefill_process_that_ends_is_noticed() -> None:
     work = HandOver("v3-tiny", "float32", None, (20,), 16, 4, 1, prefill_mesh={"rows": 2})
     with (

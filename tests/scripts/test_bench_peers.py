@@ -251,6 +251,7 @@ SPARSE_CASES = {
 }
 
 
+@pytest.mark.slow
 @slow_cases("V3.2 fp8", "V3.2 prefill", "V4 prefill")
 @pytest.mark.parametrize("case", SPARSE_CASES.values(), ids=SPARSE_CASES)
 def test_sparse_attention_equals_ours(installed, case):

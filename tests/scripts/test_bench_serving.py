@@ -47,6 +47,7 @@ def test_random_weights_differ_and_are_scaled(model):
 # --- floors
 
 
+@pytest.mark.slow
 def test_steps_read_the_experts_of_their_tokens(model):
     costs = Costs.of(model, RATES)
     every = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(nnx.state(model)))

@@ -44,6 +44,7 @@ def test_weights_are_rounded_relative_to_the_maximum_of_newer_tiles() -> None:
     np.testing.assert_allclose(rounded[0, [100, 101]], np.array([1.0, fp8]) * np.exp(-9), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_each_operand_is_rounded_alone() -> None:
     """Attention to two keys whose values show which of them are rounded."""
     keys = jnp.asarray(np.random.default_rng(0).standard_normal((64, 128 + 16)), jnp.float32)

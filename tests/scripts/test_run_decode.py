@@ -365,7 +365,7 @@ def test_interrupt_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path
     assert "verified" not in result["run"]
 
 
-@slow_cases("1")
+@slow_cases("1", "1100", "3300")
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
 def test_ctrl_c_at_any_line_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path, at, golden):
     """Ctrl-C at any line of the engine and its pools loses no decoded token. The test raises KeyboardInterrupt at the
