@@ -104,7 +104,7 @@ def with_values(channel: int, weight: float) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("percentile", [100.0, 50.0])
+@pytest.mark.parametrize("percentile", [pytest.param(100.0, marks=pytest.mark.slow), 50.0])
 def test_channel_of_zeros_has_scale_1(percentile: float):
     scales = calibrate(with_values(5, 0.0), [[1, 2, 3]], "int8", percentile=percentile)
     assert scales.v[0][-1, 5] == 1

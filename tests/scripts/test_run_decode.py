@@ -291,6 +291,7 @@ class TestTexts:
     def words(self, ids):
         return " ".join(f"w{i}" for i in ids)
 
+    @pytest.mark.slow
     def test_prompts_and_outputs_are_text(self, run_json, text_model, golden):
         texts = [self.words(ids) for ids in PROMPTS[1:3]]
         result = run_json("--model", text_model, *SIZES, "--max-tokens", "6", "--prompt", *texts)

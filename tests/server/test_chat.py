@@ -13,6 +13,7 @@ import pytest
 from pallas_attn.models.checkpoints.detokenizer import token_bytes
 from pallas_attn.models.llm import LLM, Generation, SamplingParams
 from pallas_attn.models.server.formats import ParserNames
+from tests.kit.slow_cases import slow_cases
 from tests.models import llm_case
 from tests.server.server_case import NAME, Running, events, load, serving
 
@@ -142,6 +143,7 @@ def test_json_schema(client: openai.OpenAI) -> None:
     assert json.loads(choice.message.content)["city"] in ("Bonn", "Rome")
 
 
+@slow_cases("choice1")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_forced_tools_of_a_model_without_a_format(client: openai.OpenAI, choice: Any) -> None:
     """Without a format of tool calls in the chat template, the output is JSON."""

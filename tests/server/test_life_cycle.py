@@ -154,7 +154,7 @@ def test_disconnect_during_preparation(
     assert complete(server, max_tokens=1).status_code == 200
 
 
-@pytest.mark.parametrize("write_s", [60.0, 0.5])
+@pytest.mark.parametrize("write_s", [pytest.param(60.0, marks=pytest.mark.slow), 0.5])
 def test_reader_that_does_not_read_is_aborted(folder: Path, llm: LLM, steps: Steps, write_s: float) -> None:
     steps.delay_s = 0.02
     limits = {"max_unread_tokens": 20, "write_s": write_s}
@@ -347,18 +347,17 @@ def test_repeated_failures_end_the_server(folder: Path, llm: LLM, steps: Steps) 
 
 def test_step_that_hangs_ends_the_server(folder: Path, llm: LLM, steps: Steps) -> None:
     with serving(folder, {"step_s": 0.4}, llm=llm) as server:
-        steps.delay_s = 0.05
+        steps.delay_s = 0.03
         assert complete(server, max_tokens=20).status_code == 200  # many steps that together take longer
         time.sleep(0.6)  # a wait for requests is no step
         engine = server.server.engine
         assert engine.is_alive
-        steps.delay_s = 2.5
+        steps.delay_s = 2.0
         response = complete(server)
         assert (response.status_code, "has not ended after 0.4 s" in response.text) == (500, True)
         assert not engine.is_alive
         wait_for(lambda: server.result)
         assert server.result == ["a step of the engine has not ended after 0.4 s"]
-        assert steps.delay_s == 2.5
         assert server.thread.thread_runs()
         wait_for(lambda: not server.thread.thread_runs())
         assert engine.failure == server.result[0]
@@ -590,7 +589,8 @@ def test_server_is_ready_while_programs_are_compiled(folder: Path, monkeypatch: 
 def test_stop_ends_requests_within_the_grace_time(folder: Path, llm: LLM, steps: Steps, grace_s: float) -> None:
     with serving(folder, llm=llm, grace_s=grace_s) as server:
         steps.delay_s = 0.02
-        running, streamed = Background(server, 1), Background(server, 1, stream=True)
+        tokens = {"max_tokens": 120 if grace_s < 1 else 50}
+        running, streamed = Background(server, 1, **tokens), Background(server, 1, stream=True, **tokens)
         wait_for(lambda: steps.count >= 5)
         began = time.monotonic()
         server.server.stop()
