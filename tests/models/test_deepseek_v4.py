@@ -700,13 +700,18 @@ def test_pages_are_not_transferred_layer_by_layer(transfer: str):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_command_verifies_tokens(model: str, dtype: str, tmp_path: Path):
     """run_decode.py accepts the directories of the goldens, and the random model. The default page size has whole
-    entries."""
+    entries.
+
+    In bfloat16, rounding changes the experts of one token of the random model. 24 tokens are too few for an estimate of
+    the losses that such changes cause (`pallas_attn.models.engine.verify`).
+    """
     ids, out = tmp_path / "ids.json", tmp_path / "out.json"
     prompts = golden("v4" if model == "random" else model).prompts
     ids.write_text(json.dumps(prompts))
     source = ["--random", "v4-tiny"] if model == "random" else ["--model", str(GOLDENS / model)]
     sizes = ["--num-pages", "40", "--max-batched-tokens", "16", "--max-num-seqs", "4"]
-    arguments = [*source, *sizes, "--prompt-ids", str(ids), "--max-tokens", "24", "--verify", "--json", str(out)]
+    number = "24" if dtype == "float32" else "60"
+    arguments = [*source, *sizes, "--prompt-ids", str(ids), "--max-tokens", number, "--verify", "--json", str(out)]
     assert command.main([*arguments, "--dtype", dtype]) == 0
     tokens = [request["output_ids"] for request in json.loads(out.read_text())["requests"]]
     if model != "random" and dtype == "float32":
