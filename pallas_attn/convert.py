@@ -172,9 +172,10 @@ def view_fused(
     """Interpret one array with keys and values as a fused cache with one token per page, without a copy.
 
     Block tables, slots, returned caches and implementations are as for `view_nhd`; `ragged_paged_attention` also takes
-    the array itself, with tables of pages. Mosaic kernels require that W columns have a multiple of 128 bytes, and do
-    not write fused caches. In memory, the array must have, for each token and each head, W columns of the key followed
-    by W columns of the value. These shapes have this order:
+    the array itself, with tables of pages. Mosaic kernels of attention require that W columns have a multiple of 128
+    bytes. Mosaic's `write_kv` has not run on a GPU with fused caches either, and runs only if it is named. In memory,
+    the array must have, for each token and each head, W columns of the key followed by W columns of the value. These
+    shapes have this order:
 
     - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
     - [N, ps, 2·Hkv / packing, packing, W], the same with more axes;

@@ -139,16 +139,27 @@ _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 def in_layout(arguments: Mapping[str, Any], *, fused: bool = False, tokens_first: bool = False) -> dict[str, Any]:
     """Return the shapes of a call with a fused cache, or with a view of pages with tokens before heads."""
-    kv, tables = arguments["kv"], arguments["block_tables"]
-    pages, heads, page_size, columns = kv.k.shape
-    if fused:
-        kv = dataclasses.replace(kv, k=shape(pages, heads, page_size, 2 * columns, dtype=kv.k.dtype), v=None)
+    tables, page_size = arguments["block_tables"], arguments["kv"].page_size
     if tokens_first:
-        tokens = pages * page_size, heads, 1
-        k, v = (None if x is None else shape(*tokens, x.shape[3], dtype=x.dtype) for x in (kv.k, kv.v))
-        kv = dataclasses.replace(kv, k=k, v=v, view_page_size=page_size)
         tables = shape(*tables.shape[:-1], tables.shape[-1] * page_size, dtype=tables.dtype)
+    kv = cache_in_layout(arguments["kv"], fused=fused, tokens_first=tokens_first)
     return dict(arguments) | {"kv": kv, "block_tables": tables}
+
+
+def cache_in_layout(kv: PagedKV, *, fused: bool = False, tokens_first: bool = False) -> PagedKV:
+    """Return the shapes of a fused cache, or of a view of pages with tokens before heads. Dynamic scales of a view
+    belong to one token.
+    """
+    pages, heads, page_size, columns = kv.k.shape
+    arrays: dict[str, Any] = {name: getattr(kv, name) for name in ("k", "v", "k_scale", "v_scale")}
+    if fused:
+        arrays |= {"k": shape(pages, heads, page_size, 2 * columns, dtype=kv.k.dtype), "v": None}
+    if not tokens_first:
+        return PagedKV(**arrays)
+    for name, a in arrays.items():
+        if a is not None and a.ndim > 2:
+            arrays[name] = shape(pages * page_size, heads, 1, *a.shape[3:], dtype=a.dtype)
+    return PagedKV(**arrays, view_page_size=page_size)
 
 
 def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
 from tests.aot.real import REAL
-from tests.aot.steps import STEPS
+from tests.aot.steps import STEPS, STEPS_OF_ARRAYS
 from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
@@ -35,7 +35,7 @@ FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("prefill", PREFILL_MORE | PREFILL),
     ("engine", ENGINE),
     ("real", REAL),
-    ("steps", STEPS),
+    ("steps", STEPS | STEPS_OF_ARRAYS),
     ("writes", on_b200(WRITES | WRITES_MORE)),
     ("plans", on_b200(PLANS)),
     (

@@ -38,7 +38,7 @@ def paged_kv(dtype: Any, scales: Any = None) -> PagedKV:
 
 
 @deferred
-def ragged(kv: PagedKV, dtype: Any = jnp.bfloat16, **static: Any) -> Case:
+def ragged(kv: Any, dtype: Any = jnp.bfloat16, **static: Any) -> Case:
     new = shape(TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
     arguments = {"q": shape(TOKENS, HEADS, HEAD_DIM), "k": new, "v": new, "kv": kv, **LENGTHS}
     call = functools.partial(pallas_attn.ragged_paged_attention, **static, implementation="mosaic")
@@ -135,3 +135,10 @@ STEPS = {
     "layers-of-a-pool-bf16": layers_of_a_pool(),
     "unplanned-decode": unplanned_decode(),
 }
+
+ARRAY = NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM
+STEPS_OF_ARRAYS = {
+    "ragged-step-bf16-array": ragged(shape(*ARRAY)),
+    "ragged-step-fp8-array": ragged(shape(*ARRAY, dtype=jnp.float8_e4m3fn), k_scale=0.5, v_scale=0.5),
+}
+"""Cases with keys and values alternating in one array, which the attention kernels for Blackwell do not support."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from jax import export, lax
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec
 from pallas_attn.runtime import tuning
-from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
+from tests.aot.case import Case, DeferredCase, allocated, cache_in_layout, deferred, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -66,11 +67,13 @@ def write(
     *,
     num_pages: int = 8192,
     head_slots: bool = False,
+    layout: Mapping[str, bool] | None = None,
     **more: Any,
 ) -> Case:
     """Return a case of `write_kv`.
 
     Args:
+      layout: options of `cache_in_layout`.
       more: further arguments of the call, such as the ones of `rope`.
 
     With scales per group of tokens, the temporary memory has, for each slot of the pool, the index of the token that is
@@ -78,7 +81,8 @@ def write(
     """
     new = shape(num_tokens, KV_HEADS, head_dim)
     slots = shape(*((num_tokens, KV_HEADS) if head_slots else (num_tokens,)), dtype=jnp.int32)
-    arguments = {"kv": paged_kv(cache, head_dim, num_pages), "k": new, "v": new, "slots": slots} | more
+    kv = cache_in_layout(paged_kv(cache, head_dim, num_pages), **layout or {})
+    arguments = {"kv": kv, "k": new, "v": new, "slots": slots} | more
     slots_of_pool = num_pages * PAGE_SIZE * (KV_HEADS if head_slots else 1)
     temporaries = 1024 + (4 * slots_of_pool if "-by-" in cache else 0)
 
@@ -129,6 +133,8 @@ ROTATED: dict[str, dict[str, Any]] = {
     "interleaved": {"style": "interleaved"},
     "no-norm": {"norms": False},
 }
+FUSED = {"fused": True}
+TOKENS_FIRST = {"tokens_first": True}
 WRITES = {
     **{f"write-kv-bf16-{name}": write("bf16", MANY, **rope(MANY, 128, **options)) for name, options in ROTATED.items()},
     "write-kv-bf16": write("bf16", FEW),
@@ -140,8 +146,18 @@ WRITES = {
     "write-kv-vmap": mapped(write("bf16", FEW)),
     "write-kv-export": exported(write("fp8-head", FEW)),
     "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
+    "write-kv-bf16-tokens-first": write("bf16", MANY, layout=TOKENS_FIRST),
+    "write-kv-bf16-fused": write("bf16", MANY, **rope(MANY, 128), layout=FUSED),
+    "write-kv-bf16-fused-tokens-first": write("bf16", FEW, layout=FUSED | TOKENS_FIRST),
+    "write-kv-int8-channel-fused-tokens-first": write("int8-channel", MANY, layout=FUSED | TOKENS_FIRST),
+    "write-kv-fp8-head-fused-tokens-first": write(
+        "fp8-head", MANY, **rope(MANY, 128, style="interleaved"), layout=FUSED | TOKENS_FIRST
+    ),
+    "write-kv-fp8-by-1-fused-tokens-first": write("fp8-by-1", MANY, layout=FUSED | TOKENS_FIRST),
+    "write-kv-fp8-by-16-fused-head-slots": write("fp8-by-16", MANY, layout=FUSED, head_slots=True),
+    "write-kv-fused-scan": in_scan(write("int8-by-16", FEW, layout=FUSED)),
 }
-"""Cases with each kind of cache, rotation and slots, and calls in `scan`, `vmap` and `jax.export`."""
+"""Cases with each kind of cache, layout, rotation and slots, and calls in `scan`, `vmap` and `jax.export`."""
 
 WRITES_MORE = {
     f"write-kv-{cache}-d{head_dim}-{num_tokens}": write(

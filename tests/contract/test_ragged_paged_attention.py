@@ -33,6 +33,7 @@ from pallas_attn import (
     slot_mapping,
     to_nhd,
     token_tables,
+    view_fused,
     view_nhd,
     write_kv,
 )
@@ -193,19 +194,20 @@ def test_wide_heads(backend: Backend) -> None:
 
 
 @pytest.mark.slow
-@slow_cases("triton")
 @every_backend()
-@in_every_run("xla", "triton")
-@unsupported(mosaic="takes pages of 16, 32, 64 or 128 tokens, got 1")
-def test_tokens_before_heads(backend: Backend) -> None:
+@unsupported(mosaic_sm100={"separate": "takes pages with heads before tokens", "fused": "arrays of their own"})
+@pytest.mark.parametrize("kind", ["separate", "fused"])
+def test_tokens_before_heads(backend: Backend, kind: str) -> None:
     """Pages of layout [N, ps, Hkv, D] work without a copy, as pages of one token each."""
     step = Step.draw(*MIXED, backend.dtype, harness.fresh_rng())
     arguments = step.arguments("garbage", distribution=True)
-    arguments["kv"] = view_nhd(*(jnp.asarray(np.moveaxis(x, 1, 2)) for x in step.pages))
+    pages = [jnp.asarray(np.moveaxis(x, 1, 2)) for x in step.pages]
+    fused = kind == "fused"
+    arguments["kv"] = view_fused(jnp.concatenate(pages, axis=-1), HKV) if fused else view_nhd(*pages)
     arguments["page_indices"] = token_tables(jnp.asarray(step.tables), page_size=PS)
     out, kv = run(backend, arguments)
-    pages = (jnp.moveaxis(x.reshape(N, PS, HKV, D), 2, 1) for x in (kv.k, kv.v))
-    check(backend, step, (out, PagedKV(*pages)))
+    written = (kv.k[..., :D], kv.k[..., D:]) if fused else (kv.k, kv.v)
+    check(backend, step, (out, PagedKV(*(jnp.moveaxis(x.reshape(N, PS, HKV, D), 2, 1) for x in written))))
 
 
 @pytest.mark.slow

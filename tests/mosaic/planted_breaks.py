@@ -1,5 +1,5 @@
 """Mistakes that `test_planted_breaks.py` makes on purpose in the Blackwell kernels, in the decode kernel for wide
-heads, and in kernels over views of other layouts, each with the test that detects it.
+heads, and in kernels over views of other layouts and fused caches, each with the test that detects it.
 
 To plant a mistake is to replace correct code by wrong code in a copy of the library. The mistakes are typical: missing
 barriers, GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and
@@ -25,6 +25,10 @@ ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers"
 PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
 WIDE = "tests/ops/test_paged_decode_mosaic.py::test_wide_heads_with_more_tiles_than_stages"
 COLUMNS = "tests/contract/test_paged_attention.py::test_columns_of_wide_values_keep_their_place"
+
+WRITE = "pallas_attn/ops/write_kv/mosaic.py"
+FUSED_BYTES = "tests/ops/test_write_kv.py::test_fused_caches_equal_separate_caches"
+FUSED_GROUPS = "tests/ops/test_write_kv_mosaic.py::test_chunk_in_random_order[fused-interpreter0]"
 
 LAYOUTS = "tests/contract/test_paged_attention.py::test_decode"
 LAYOUTS_OF_PREFILL = "tests/contract/test_paged_attention.py::test_prefill"
@@ -421,5 +425,35 @@ BREAKS: dict[str, PlantedBreak] = {
         "static.consumers + 2, static.stages + 1, orders_tensor_core=True)",
         "static.consumers + 2, static.stages - 1, orders_tensor_core=True)",
         ROWS,
+    ),
+    "write: values of a fused cache are stored one column too early": PlantedBreak(
+        WRITE,
+        "(v, pool.values, static.value_column, x.v_scale",
+        "(v, pool.values, static.value_column - 1, x.v_scale",
+        f"{FUSED_BYTES}[16-bfloat16-None-2-mosaic]",
+    ),
+    "write: 8-bit values of a fused cache overwrite the keys": PlantedBreak(
+        WRITE,
+        "    tile.store(pages, row, quantised, column)\n",
+        "    tile.store(pages, row, quantised)\n",
+        f"{FUSED_BYTES}[21-int8-channel-1-mosaic]",
+    ),
+    "write: earlier values of a group are read from the keys": PlantedBreak(
+        WRITE,
+        "tile.load(pages, group.earlier, column)]",
+        "tile.load(pages, group.earlier)]",
+        FUSED_GROUPS,
+    ),
+    "write: requantised values of a group overwrite the keys": PlantedBreak(
+        WRITE,
+        "    _store_quantised(tile, pages, column, group.row,",
+        "    _store_quantised(tile, pages, 0, group.row,",
+        FUSED_GROUPS,
+    ),
+    "write: a vector of a fused cache is not aligned": PlantedBreak(
+        WRITE,
+        "vector = min(vector, value_column & -value_column)",
+        "pass",
+        "tests/ops/test_write_kv_mosaic.py::test_accesses_to_fused_caches_are_aligned[neox]",
     ),
 }

@@ -21,7 +21,9 @@ from pallas_attn import (
 )
 from pallas_attn.ops.paged_decode import mosaic_sm90 as decode_kernel
 from pallas_attn.ops.paged_prefill import mosaic_sm90 as prefill_kernel
+from pallas_attn.ops.write_kv import mosaic as write_kernel
 from tests.contract.backends import MOSAIC
+from tests.kit import harness
 
 HKV, D, PAGES, PS = 2, 64, 6, 192
 
@@ -54,8 +56,14 @@ def test_kernels_run_only_if_they_are_named(kind: str) -> None:
     plan = plan_decode(decode["q"], decode["kv"], decode["block_tables"], decode["kv_lens"])
     assert not plan.implementation.startswith("mosaic")
     mixed = prefill["q"], None, None, *(prefill[name] for name in ("kv", "kv_lens", "block_tables", "cu_q_lens"))
-    explained = explain("ragged_paged_attention", *mixed, update_kv_cache=False)
-    assert explained.chosen not in (None, "mosaic")
+    new = jnp.ones((2, HKV, D), jnp.bfloat16)
+    for tokens, update in ((None, False), (new, True)):
+        step = prefill["q"], tokens, tokens, *mixed[3:]
+        explained = explain("ragged_paged_attention", *step, update_kv_cache=update)
+        assert explained.chosen not in (None, "mosaic")
+        assert "only if it is named" in explained.refused["mosaic"]
+        explained = explain("ragged_paged_attention", *step, update_kv_cache=update, implementation="mosaic")
+        assert explained.chosen == "mosaic"
     with (
         mock.patch.object(decode_kernel, "paged_decode", side_effect=decode_kernel.paged_decode) as decodes,
         mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as prefills,
@@ -81,13 +89,22 @@ def test_pages_of_plans(page_size: int, of_plan: int) -> None:
     )
 
 
-def test_ragged_paged_attention_writes_and_reads_a_view() -> None:
-    call = arguments("separate")
-    q, new = call["q"][:, 0], jnp.ones((2, HKV, D), jnp.bfloat16)
-    mixed = q, new, new, call["kv"], call["kv_lens"], call["block_tables"], jnp.arange(3, dtype=jnp.int32)
-    with mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as runs:
-        out, kv = ragged_paged_attention(*mixed, implementation="mosaic")
-    assert runs.called
+@pytest.mark.parametrize("kind", ["separate", "fused", "array"])
+def test_ragged_paged_attention_writes_and_reads(kind: str) -> None:
+    """An array has keys and values alternating, and tables of pages."""
+    call = arguments("separate" if kind == "separate" else "fused")
+    q, k, v = call["q"][:, 0], jnp.ones((2, HKV, D), jnp.bfloat16), jnp.full((2, HKV, D), 2, jnp.bfloat16)
+    kv, tables = call["kv"], call["block_tables"]
+    if kind == "array":
+        kv, tables = kv.k.reshape(PAGES, PS, 2 * HKV, D), jnp.array([3, 1, 0, 5], jnp.int32)
+    mixed = q, k, v, kv, call["kv_lens"], tables, jnp.arange(3, dtype=jnp.int32)
+    with (
+        mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as reads,
+        mock.patch.object(write_kernel, "write_kv", side_effect=write_kernel.write_kv) as writes,
+    ):
+        out, after = ragged_paged_attention(*mixed, implementation="mosaic")
+    assert reads.called
+    assert writes.called
     want, expected = ragged_paged_attention(*mixed, implementation="xla")
-    np.testing.assert_array_equal(kv.k, expected.k)
+    harness.assert_same_bits(after, expected)
     np.testing.assert_allclose(out.astype(np.float32), want.astype(np.float32), atol=2e-2)

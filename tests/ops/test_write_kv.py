@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from pallas_attn import to_nhd, view_nhd
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
 from tests.contract.backends import in_every_run, unsupported
@@ -190,7 +191,6 @@ def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant
 @slow_cases("21-float8_e4m3fn-2-1-triton")
 @each_variant
 @in_every_run("xla", "mosaic", "triton")
-@unsupported(mosaic="takes keys and values in arrays of their own, got them")
 @OTHER_CACHES
 @pytest.mark.parametrize("lanes", [WIDTH, WIDTH + 5])
 def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
@@ -204,6 +204,57 @@ def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, 
     assert got.v is None
     assert_same_bits(got.k, np.concatenate([want.k, behind, want.v, behind], axis=-1))
     assert_same_bits((got.k_scale, got.v_scale), (want.k_scale, want.v_scale))
+
+
+@slow_cases("16-bfloat16-None-2-xla")
+@each_variant
+@in_every_run("xla", mosaic=["None-float16-None-1", "16-float8_e4m3fn-8-1", "24-int8-channel-1"], triton=[])
+@pytest.mark.parametrize(
+    ("dtype", "scales", "rank"),
+    [
+        ("bfloat16", None, 2),
+        ("float16", None, 1),
+        ("int8", "channel", 1),
+        ("float8_e4m3fn", "head", 2),
+        ("float8_e4m3fn", PAGE_SIZE, 1),
+    ],
+)
+@pytest.mark.parametrize("lanes", [None, WIDTH, WIDTH + 8])
+def test_views_of_tokens_before_heads(dtype: str, scales: Any, rank: int, lanes: int | None, variant: Variant) -> None:
+    """Views of pages with tokens before heads are written like caches with heads before tokens. With `lanes`, keys and
+    values are in one array, and the columns after a key and after a value keep their bytes. The second call overwrites
+    the tokens of the first call, as after rejected drafts.
+    """
+    rng = fresh_rng()
+    kv, slots = finite(stale_cache(rng, dtype, scales)), random_slots(rng, rank)
+    keys, values, *of_tokens = to_nhd(kv)
+    behind = jnp.asarray(any_bits(rng, (NUM_PAGES * PAGE_SIZE, HEADS, 1, (lanes or WIDTH) - WIDTH), keys.dtype))
+
+    def in_layout(view: PagedKV) -> PagedKV:
+        if lanes is None:
+            return view
+        return dataclasses.replace(view, k=jnp.concatenate([view.k, behind, view.v, behind], axis=-1), v=None)
+
+    view = in_layout(view_nhd(keys, values, *of_tokens))
+    for _ in range(2):
+        k, v = tokens(rng)
+        kv = numpy_write(kv, k, v, slots)
+        view = write(variant, view, k, v, _of_view(slots))
+        slots = rng.permuted(slots)
+    assert_same_bits(view, in_layout(view_nhd(*to_nhd(jax.tree.map(jnp.asarray, kv)))))
+
+
+def _of_view(slots: Any) -> Any:
+    """Return slots of a view of pages with tokens before heads. Only slots per head differ: there, the heads of a token
+    are consecutive.
+    """
+    slots = np.asarray(slots)
+    if slots.ndim == 1:
+        return jnp.asarray(slots)
+    row, offset = np.divmod(slots, PAGE_SIZE)
+    page, head = np.divmod(row, HEADS)
+    exists = (slots >= 0) & (page < NUM_PAGES)
+    return jnp.asarray(np.where(exists, (page * PAGE_SIZE + offset) * HEADS + head, slots), jnp.int32)
 
 
 # --- wide heads

@@ -70,7 +70,8 @@ def ragged_paged_attention(
         is donated. For each token, an array has 2·Hkv rows of at least D columns, keys and values alternating, or Hkv
         rows of 2·D columns, the key followed by the value: [N, ps, rows, columns], or [N, ps, rows / packing, packing,
         columns], where the number of rows is padded to a multiple of the packing (tpu-inference). An 8-bit array
-        without `k_scale` or `v_scale` has scales of 1. Mosaic kernels do not write arrays.
+        without `k_scale` or `v_scale` has scales of 1. Mosaic kernels have not run on a GPU with arrays, and run only
+        if they are named.
       kv_lens: tokens of each sequence, including the new tokens.
       page_indices: page ids, [S, P] or flattened [S·P], or head-wise tables [S, Hkv, P] with row ids page·Hkv + head.
         Entries past the tokens of a sequence may have any value. For a cache of `view_nhd` or `view_fused`, tables from

@@ -3,7 +3,8 @@
 Terms:
 
     entry       one token of one KV head of the call: D columns of k and D columns of v
-    pool row    D columns of the cache for one token of one KV head; the pool [N, Hkv, ps, D] has N·Hkv·ps pool rows
+    pool row    columns of the cache for one token of one KV head: a key, a value, or both in a fused cache. The pool
+                [N, Hkv, ps, columns] has N·Hkv·ps pool rows
     slot        the place that a token is written to, page·ps + offset; a head-wise slot is the index of a pool row
     group       tokens of one page and KV head that share a dynamic scale
     leader      the lowest slot of a group that the call writes
@@ -82,13 +83,14 @@ Above `FEW_VALUES`, each memory access must also transfer 8 values: fewer access
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
     basics.require_capability((9, 0), (10, 0))
-    unsupported.require_apart(call.kv)
+    if call.kv.v is not None:
+        unsupported.require_apart(call.kv)
     unsupported.require_8_bits(call.kv.k.dtype)
     static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
     writers = _record_writers(static, x.slots) if static.grouped else None
     pool = KVPool(
         k=basics.alias_in_place(flat(arrays.k)),
-        v=basics.alias_in_place(flat(arrays.v)),
+        v=None if arrays.v is None else basics.alias_in_place(flat(arrays.v)),
         k_scale=None if arrays.k_scale is None else basics.alias_in_place(arrays.k_scale.reshape(-1)),
         v_scale=None if arrays.v_scale is None else basics.alias_in_place(arrays.v_scale.reshape(-1)),
     )
@@ -158,7 +160,8 @@ class KVPool(NamedTuple):
     """Arrays that the kernel writes. Inside the kernel, the fields are references to the arrays.
 
     Attributes:
-      k, v: [N, Hkv, ps, D]; inside the kernel [N·Hkv·ps, D].
+      k, v: [N, Hkv, ps, D]; inside the kernel [N·Hkv·ps, D]. In a fused cache, v is None, and k has 2·W columns, the
+        value from column W on.
       k_scale, v_scale: dynamic scales [N, Hkv, g], or None; inside the kernel [N·Hkv·g].
     """
 
@@ -172,6 +175,11 @@ class KVPool(NamedTuple):
         dynamic = isinstance(scale_layout(kv), int)
         return KVPool(kv.k, kv.v, kv.k_scale if dynamic else None, kv.v_scale if dynamic else None)
 
+    @property
+    def values(self) -> Any:
+        """Array that contains the values."""
+        return self.k if self.v is None else self.v
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVStatic:
@@ -179,6 +187,7 @@ class WriteKVStatic:
 
     Attributes:
       tile: layout of entries in registers.
+      value_column: column of a pool row where a value starts; 0 if values have their own array.
       few_values: whether k and v are in registers at the same time.
       num_tokens, num_kv_heads, page_size: T, Hkv and ps.
       num_slots: number of slots in the pool: N·ps, or N·Hkv·ps if slots are head-wise.
@@ -191,6 +200,7 @@ class WriteKVStatic:
     """
 
     tile: HeadTile
+    value_column: int
     few_values: bool
     num_tokens: int
     num_kv_heads: int
@@ -206,17 +216,26 @@ class WriteKVStatic:
     @staticmethod
     def of(call: WriteKVCall) -> WriteKVStatic:
         kv, slots, rope, q = call.kv, call.slots, call.rope, call.q
-        num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
+        (num_pages, num_kv_heads, page_size, _), head_dim = kv.k.shape, call.k.shape[-1]
         rows = num_pages * num_kv_heads * page_size
         unsupported.require_int32_rows(rows)
         scales, rotation = scale_layout(kv), "none" if rope is None else rope.style
         half = 0 if rope is None else rope.cos.shape[1]
         if rotation == "neox" and half == 1:
             raise NotImplementedError("takes two pairs of columns or more that are rotated in neox style, got one")
+        value_column = call.value_columns.start
+        if rotation == "interleaved" and (head_dim % 2 or value_column % 2):
+            raise NotImplementedError(
+                "takes an even number of columns with interleaved rotation, because a thread stores pairs of columns;"
+                f" got {head_dim} columns, and values from column {value_column} on"
+            )
         group = page_size // scales if isinstance(scales, int) else 0
         key = WriteKVKey(head_dim, half, rotation, pl.next_power_of_2(slots.shape[0] * num_kv_heads), group)
         config = mosaic_config(key)
-        layout = RowLayout(*key.threads_and_vector(config))
+        threads, vector = key.threads_and_vector(config)
+        if value_column:  # the address of an access must be a multiple of the bytes of the access
+            vector = min(vector, value_column & -value_column)
+        layout = RowLayout(threads, vector)
         values = head_dim // layout.threads * max(1, -(-group // layout.rows))
         limit = MANY_VALUES if group > 1 and layout.vector == 8 else FEW_VALUES
         if values > limit:
@@ -226,6 +245,7 @@ class WriteKVStatic:
             )
         return WriteKVStatic(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
+            value_column=value_column,
             few_values=values <= FEW_VALUES,
             num_tokens=slots.shape[0],
             num_kv_heads=num_kv_heads,
@@ -351,12 +371,12 @@ def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, progra
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
         k = static.norm_and_rotate(k, x, x.k_norm, token)
-    for values, pages, static_scale, scales in (
-        (k, pool.k, x.k_scale, pool.k_scale),
-        (v, pool.v, x.v_scale, pool.v_scale),
+    for values, pages, column, static_scale, scales in (
+        (k, pool.k, 0, x.k_scale, pool.k_scale),
+        (v, pool.values, static.value_column, x.v_scale, pool.v_scale),
     ):
         if static.scales is None:
-            tile.store(pages, row, [segment.astype(pages.dtype) for segment in values])
+            tile.store(pages, row, [segment.astype(pages.dtype) for segment in values], column)
             continue
         values = [segment.astype(jnp.float32) for segment in values]
         if scales is None:
@@ -365,7 +385,7 @@ def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, progra
             scale = amax_scale(tile.largest(values), pages.dtype, divide=_divide_rows(layout))
             layout.put(scales, row, scale)
             divisors = _row_divisors(tile, scale, pages.dtype)
-        _store_quantised(tile, pages, row, values, divisors)
+        _store_quantised(tile, pages, column, row, values, divisors)
 
 
 def _divide_rows(layout: RowLayout) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -386,13 +406,13 @@ def _static_divisors(static: WriteKVStatic, scale: Ref, head: jax.Array, dtype: 
 
 
 def _store_quantised(
-    tile: HeadTile, pages: Ref, row: jax.Array, values: Sequence[jax.Array], divisors: Sequence[Divisor]
+    tile: HeadTile, pages: Ref, column: int, row: jax.Array, values: Sequence[jax.Array], divisors: Sequence[Divisor]
 ) -> None:
     quantised = [
         divisor.quantise(segment, pages.dtype, tile.layout.tile)
         for segment, divisor in zip(values, divisors, strict=True)
     ]
-    tile.store(pages, row, quantised)
+    tile.store(pages, row, quantised, column)
 
 
 # --- groups of tokens that share a scale
@@ -500,15 +520,18 @@ def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers:
             k, x, x.k_norm, _index_or_none(new, lax.div(entry, jnp.full_like(entry, static.num_kv_heads)))
         )
     group = ScaleGroup(lax.div(first_row, size), before, jnp.where(new, first_row + offset, earlier), new, earlier)
-    _requantise_group(tile, group, pool.k, pool.k_scale, k)
-    _requantise_group(tile, group, pool.v, pool.v_scale, early_v or load_v())
+    _requantise_group(tile, group, pool.k, 0, pool.k_scale, k)
+    _requantise_group(tile, group, pool.values, static.value_column, pool.v_scale, early_v or load_v())
 
 
-def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
+def _requantise_group(
+    tile: HeadTile, group: ScaleGroup, pages: Ref, column: int, scales: Ref, new: Sequence[jax.Array]
+) -> None:
     """Quantise a group's new tokens and requantise its earlier tokens with a common scale, for k or for v.
 
     Args:
-      pages: [N·Hkv·ps, D], the pool.
+      pages: [N·Hkv·ps, columns], the pool.
+      column: column of a pool row where the keys or values start.
       scales: [N·Hkv·g], all scales.
       new: one array [rows, columns] per segment of columns: the new tokens; 0 in other rows.
     """
@@ -517,7 +540,7 @@ def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref
 
     def earlier() -> tuple[list[jax.Array], jax.Array]:
         """Return the dequantised earlier tokens, and the smallest scale that represents them."""
-        held = [segment.astype(jnp.float32) for segment in tile.load(pages, group.earlier)]
+        held = [segment.astype(jnp.float32) for segment in tile.load(pages, group.earlier, column)]
         scale = layout.filled(scales[group.index], rows)
         amax = layout.filled(jnp.max(tile.largest(held)), rows)
         values = [a * b for a, b in zip(held, tile.spread(scale), strict=True)]
@@ -532,5 +555,5 @@ def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref
     amax = layout.filled(jnp.max(tile.largest(new)), rows)
     scale = amax_scale(amax, pages.dtype, at_least, divide_rows)
     values = [jnp.where(is_new, a, b) for is_new, a, b in zip(tile.spread(group.new), new, old, strict=True)]
-    _store_quantised(tile, pages, group.row, values, _row_divisors(tile, scale, pages.dtype))
+    _store_quantised(tile, pages, column, group.row, values, _row_divisors(tile, scale, pages.dtype))
     layout.put(scales, _index_or_none(layout.iota(rows) == 0, layout.filled(group.index, rows)), scale)

@@ -40,14 +40,18 @@ class HeadTile:
         rest = (2 * self.half, self.head_dim - 2 * self.half)
         return [(first, columns) for first, columns in (*rotated, rest) if columns]
 
-    def load(self, ref: Ref, row: jax.Array) -> list[jax.Array]:
-        """Load the rows with indices `row` of ref [n, D]. Rows with a negative index are 0."""
-        return [self.layout.load(ref, row, first, columns) for first, columns in self.segments]
+    def load(self, ref: Ref, row: jax.Array, column: int = 0) -> list[jax.Array]:
+        """Load D columns from `column` on of the rows with indices `row` of ref [n, columns]. Rows with a negative
+        index are 0.
+        """
+        return [self.layout.load(ref, row, column + first, columns) for first, columns in self.segments]
 
-    def store(self, ref: Ref, row: jax.Array, values: Sequence[jax.Array]) -> None:
-        """Store `values` to the rows with indices `row` of ref [n, D]. Rows with a negative index are not stored."""
+    def store(self, ref: Ref, row: jax.Array, values: Sequence[jax.Array], column: int = 0) -> None:
+        """Store `values` to D columns from `column` on of the rows with indices `row` of ref [n, columns]. Rows with a
+        negative index are not stored.
+        """
         for (first, _), segment in zip(self.segments, values, strict=True):
-            self.layout.store(ref, row, first, segment)
+            self.layout.store(ref, row, column + first, segment)
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
         """Return the largest magnitude of each row, [rows]."""
