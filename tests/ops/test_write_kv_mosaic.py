@@ -21,7 +21,7 @@ from pallas_attn.ops.write_kv.mosaic import WriteKVStatic
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
 from tests.kit import harness
-from tests.kit.harness import Variant, assert_same_bits, fresh_rng
+from tests.kit.harness import Variant, any_bits, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, WIDTH, numpy_write, stale_cache, tokens, write
 
 # Each CTA writes few entries, so that a call has many CTAs, and several CTAs have tokens of one scale group.
@@ -227,6 +227,10 @@ UNSUPPORTED = {
         call(jnp.int8, 1, page_size=128),
         "takes up to 64 values per thread, got 128: 128 tokens of 128 columns in segments of 128",
     ),
+    "a page's tokens in one group of a fused cache with narrow accesses": (
+        call(jnp.int8, 1, lanes=130, implementation="mosaic"),
+        "takes up to 32 values per thread, got 64: 64 tokens of 128 columns in segments of 128, 2 columns at a time",
+    ),
     "a single pair": (call(rope=angles(1)), "two pairs of columns or more that are rotated in neox style, got one"),
     "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "got 255: 1 tokens of 255 columns"),
     "an odd number of columns in interleaved style": (
@@ -284,8 +288,19 @@ def test_real_sizes_equal_xla_bytes(dtype: str, scales: Any, num_tokens: int) ->
     check_bytes(dtype, scales, num_tokens, page_size=64, head_dim=128)
 
 
-def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int) -> None:
-    """Append tokens in several calls, and compare all bytes with the XLA implementation."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [64, 4096])
+@pytest.mark.parametrize(("dtype", "scales"), CACHES)
+def test_fused_caches_of_real_sizes_equal_xla_bytes(dtype: str, scales: Any, num_tokens: int) -> None:
+    check_bytes(dtype, scales, num_tokens, page_size=64, head_dim=128, lanes=136)
+
+
+def check_bytes(
+    dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int, lanes: int | None = None
+) -> None:
+    """Append tokens in several calls, and compare all bytes with the XLA implementation. With `lanes`, the cache is
+    fused, with this number of columns for a key.
+    """
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype, scales=scales
@@ -293,6 +308,9 @@ def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_d
     allocated = PagedKV.allocate(spec)
     if scales in ("head", "channel"):
         allocated = jax.tree.map(lambda a: a * 0.02 if a.dtype == jnp.float32 else a, allocated)
+    if lanes is not None:
+        fused = any_bits(rng, (*allocated.k.shape[:3], 2 * lanes), allocated.k.dtype)
+        allocated = dataclasses.replace(allocated, k=jnp.asarray(fused), v=None)
     got = want = allocated
     for slots in chunks(rng, num_tokens, num_pages, page_size):
         sizes = np.exp(rng.standard_normal((2, num_tokens, 8, 1)))

@@ -241,7 +241,7 @@ class WriteKVStatic:
         if values > limit:
             raise NotImplementedError(
                 f"takes up to {limit} values per thread, got {values}: {max(1, group)} tokens of {head_dim} columns in "
-                f"segments of {key.unit}"
+                f"segments of {key.unit}, {layout.vector} columns at a time"
             )
         return WriteKVStatic(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
