@@ -349,8 +349,11 @@ PREFILL_MORE: dict[str, DeferredCase] = {
 }
 """Cases with combinations of caches, head dimensions and options, and with the kernel sizes of `TUNING`."""
 
-UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|(.*-)?d512)|ragged-512")
-"""Names of cases that are not supported on Blackwell, because they need too much shared memory or have wide heads.
+UNSUPPORTED_ON_B200 = re.compile(
+    r"paged-prefill-((int8-channel|fp8-token|int8-group)-d256|(.*-)?(d512|fused|tokens-first))|ragged-512"
+)
+"""Names of cases that are not supported on Blackwell, because they need too much shared memory, have wide heads, or
+have a fused cache or a view.
 
 With a head dimension of 256, the 128 query rows, two pipeline stages and the staging buffers leave no space for scales
 per token, or for the second half of queries that are stored as sums of two 16-bit values.
