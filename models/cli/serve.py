@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import ipaddress
 import os
 import queue
 import signal
@@ -41,6 +40,14 @@ from pallas_attn.models.cli.mesh import add_mesh, mesh_of
 from pallas_attn.models.cli.model import choose_page_size, load, name_of, read_config
 from pallas_attn.models.cli.model_options import RANDOM_MODELS, add_compilation_cache, enable_compilation_cache
 from pallas_attn.models.cli.output_files import check_output
+from pallas_attn.models.cli.prefill import (
+    add_prefill,
+    check_prefill_options,
+    connect_workers,
+    is_loopback,
+    listen_for_servers,
+    run_worker,
+)
 from pallas_attn.models.cli.prefix_cache import load_prefixes, save_prefixes
 from pallas_attn.models.cli.speculate import announce_module, make_speculation
 from pallas_attn.models.config import ModelConfig
@@ -110,15 +117,18 @@ def run(options: argparse.Namespace) -> int:
     """
     http_process.log_to_stderr()
     enable_compilation_cache(options.prog, options)
+    if options.prefill_listen is not None:
+        return _run_worker(options)
     with as_usage_error(OSError, prefix=f"--host, --port: cannot listen on {options.host}:{options.port}: "):
         listener = listen(options.host, options.port)
     with listener:
         llm, server_options, at_end = _load(options)
+        workers = connect_workers(options, llm.engine)
         _say(options, f"loaded {options.served_model_name[0]}; compiling")
         listener.listen(_BACKLOG)
         own, end = socket.socketpair()
         with end:
-            engine = EngineThread(llm, own, server_options.limits, at_end)
+            engine = EngineThread(llm, own, server_options.limits, at_end, workers)
             process = http_process.start(server_options, listener, end)
         _say_address(options, listener)
     status = _wait(process, engine)
@@ -128,6 +138,16 @@ def run(options: argparse.Namespace) -> int:
     if engine.thread_runs():  # a step or the compilation has not ended
         os._exit(status)
     return status
+
+
+def _run_worker(options: argparse.Namespace) -> int:
+    """Compute prompts of a server until a signal. Return the exit status."""
+    with listen_for_servers(options) as listener:
+        llm, _, at_end = _load(options)
+        _say(options, f"loaded {options.served_model_name[0]}; compiling")
+        run_worker(options, llm.engine, listener)
+        at_end()
+    return 0
 
 
 def _wait(process: subprocess.Popen[bytes], engine: EngineThread) -> int:
@@ -175,7 +195,7 @@ def _load(options: argparse.Namespace) -> tuple[LLM, ServerOptions, Callable[[],
         families=families,
         api_keys=options.api_keys,
         allowed_origins=options.allow_origin,
-        allowed_hosts=options.allowed_host if options.allowed_host or _is_loopback(options.host) else None,
+        allowed_hosts=options.allowed_host if options.allowed_host or is_loopback(options.host) else None,
         grace_s=options.grace,
         defaults=defaults,
         access_log=options.access_log,
@@ -257,6 +277,7 @@ def parse_options(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Name
             raise UsageError("--prefix-cache: not with --no-prefix-caching")
         with as_usage_error(OSError, prefix="--prefix-cache: cannot write the file: "):
             check_output(options.prefix_cache)
+    check_prefill_options(options)
     return options
 
 
@@ -291,6 +312,7 @@ def _parser(prog: str) -> Parser:
     _add_model(parser.add_argument_group("model"))
     _add_server(parser.add_argument_group("server"))
     _add_limits(parser.add_argument_group("limits of requests and connections"))
+    add_prefill(parser.add_argument_group("prompts computed by other processes"))
     add_attention(parser.add_argument_group("computation"))
     compilation = parser.add_argument_group("compilation")
     add_compilation_cache(compilation)
@@ -421,13 +443,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
             metavar="S" if is_time else "N",
             help=field.metadata["help"] + default,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

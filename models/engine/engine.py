@@ -519,6 +519,16 @@ class Engine:
         `incoming`; see `EngineTransfers.receive_pages`."""
         return self._transfers.receive_pages(tokens, made_for, salt)
 
+    def compile_page_writes(self) -> None:
+        """Compile the programs with which receivers of `receive_pages` write pages. Call it before `warmup`. Otherwise,
+        the programs are compiled when the first pages arrive."""
+        self._transfers.compile_page_writes()
+
+    def num_cached_tokens(self, prompt_ids: Sequence[int], *, salt: str = "") -> int:
+        """Return the number of tokens of a prompt that a request would find in the prefix cache now; on a mesh, the
+        maximum of all data ranks."""
+        return self._transfers.num_cached_tokens(prompt_ids, salt)
+
     def watch_written(
         self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
     ) -> WrittenFeed:

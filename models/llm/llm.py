@@ -17,7 +17,7 @@ import numpy as np
 from pallas_attn.models.checkpoints import Tokenizer, load_config, load_model, load_tokenizer
 from pallas_attn.models.compilation_cache import enable_compilation_cache
 from pallas_attn.models.decoder import AttentionSettings, Decoder, page_size_of
-from pallas_attn.models.engine import Engine, EngineConfig, RequestOutput, SamplingParams, TokenFilter
+from pallas_attn.models.engine import Engine, EngineConfig, IncomingPages, RequestOutput, SamplingParams, TokenFilter
 from pallas_attn.models.engine.outputs import RequestId
 from pallas_attn.models.engine.request import NONFINITE, FinishReason, as_integers
 from pallas_attn.models.engine.scheduler import RunningRequests
@@ -261,12 +261,13 @@ class LLM:
         (one,) = _as_prompts([prompt])
         return self._prepared(self._tokenized(one), SamplingParams() if params is None else params, matcher=matcher)
 
-    def add(self, prompt: PreparedPrompt, *, salt: str = "") -> Stream:
+    def add(self, prompt: PreparedPrompt, *, salt: str = "", incoming: IncomingPages | None = None) -> Stream:
         """Queue a prepared prompt.
 
         Args:
           prompt: the prompt. It can be added once.
           salt: prompts share cached prefixes only with prompts of the same salt.
+          incoming: receiver of pages of the prompt, as in `Engine.add_request`.
 
         Returns:
           Iterator as `stream`.
@@ -274,7 +275,7 @@ class LLM:
         Raises:
           ValueError: the prompt is too long, or the engine does not support a parameter. Nothing is queued.
         """
-        return Stream(self, self._add(prompt, salt=salt))
+        return Stream(self, self._add(prompt, salt=salt, incoming=incoming))
 
     # --- the engine
 
@@ -432,7 +433,9 @@ class LLM:
             grammars += [grammars[0].copy() for _ in range(params.n - 1)]
         return PreparedPrompt(text, ids, params, bad_words, tuple(grammars))
 
-    def _add(self, prompt: PreparedPrompt, name: str = "prompt", salt: str = "") -> PromptOutputs:
+    def _add(
+        self, prompt: PreparedPrompt, name: str = "prompt", salt: str = "", incoming: IncomingPages | None = None
+    ) -> PromptOutputs:
         """Queue the outputs of a prompt. `name` is its name in error messages.
 
         Outputs after the first wait until the first has a token. They then find the full pages of the prompt in the
@@ -443,7 +446,7 @@ class LLM:
         added = PromptOutputs(prompt, salt, [OutputSequence(output) for output in outputs])
         shares_pages = self.engine.config.prefix_caching and len(prompt.ids) > self.engine.config.page_size
         try:
-            self._add_sequences(added, 0, 1 if shares_pages else prompt.params.n)
+            self._add_sequences(added, 0, 1 if shares_pages else prompt.params.n, incoming)
             if refusal := self.engine.output(added.sequences[0].request_id).refusal:
                 raise ValueError(f"{name}: {refusal}")
         except BaseException:
@@ -453,8 +456,11 @@ class LLM:
             self._waiting.append(added)
         return added
 
-    def _add_sequences(self, prompt: PromptOutputs, first: int, end: int) -> None:
-        """Add outputs of a prompt to the engine. Output i has the seed `seed` + i, modulo 2**32, as in vLLM."""
+    def _add_sequences(
+        self, prompt: PromptOutputs, first: int, end: int, incoming: IncomingPages | None = None
+    ) -> None:
+        """Add outputs of a prompt to the engine, the first of them with a receiver of pages. Output i has the seed
+        `seed` + i, modulo 2**32, as in vLLM."""
         prepared = prompt.prepared
         params = prepared.params
         for i, sequence in enumerate(prompt.sequences[first:end], first):
@@ -469,7 +475,12 @@ class LLM:
             sequence.grammar = prepared.grammars[i] if prepared.grammars else None
             filters = [f for f in (prepared.bad_words, sequence.grammar) if f is not None]
             request_id = self.engine.add_request(
-                prepared.ids, own, salt=prompt.salt, on_token=self._on_token, token_filter=self._all_of(filters)
+                prepared.ids,
+                own,
+                salt=prompt.salt,
+                on_token=self._on_token,
+                incoming=incoming if i == first else None,
+                token_filter=self._all_of(filters),
             )
             sequence.request_id = request_id
             self._open[request_id] = sequence

@@ -17,6 +17,7 @@ The process of the HTTP server:
     app            writes the events to the socket
 
 `options` has options, limits and errors. `server` has sockets and life cycle, `http_process` the start of the process.
+`prefill_workers` has the connections of the engine to prefill workers.
 `formats` has the markers of the model families, `output_text` the base of the parsers, `metrics` the metrics.
 """
 

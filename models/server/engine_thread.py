@@ -3,6 +3,7 @@
 The thread repeats:
 
     take commands: add or abort a request    # blocks while nothing is unfinished
+    take pages of prompts that prefill workers compute, and add complete prompts
     take programs that were compiled in the background
     llm.step()
     deltas = stream.take() for each stream
@@ -19,6 +20,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import socket
@@ -29,6 +31,7 @@ from collections.abc import Callable
 import llguidance
 
 from pallas_attn.models.checkpoints.tokenizer import GrammarChecker
+from pallas_attn.models.engine import IncomingPages
 from pallas_attn.models.llm import LLM, PreparedPrompt, Stream, StructuredOutputs
 from pallas_attn.models.llm.token_filters import given_field
 from pallas_attn.models.server.messages import (
@@ -44,6 +47,7 @@ from pallas_attn.models.server.messages import (
 )
 from pallas_attn.models.server.metrics import ENGINE_GAUGES
 from pallas_attn.models.server.options import ApiError, ErrorFields, ServerLimits
+from pallas_attn.models.server.prefill_workers import PrefillWorkers
 from pallas_attn.models.server.protocol import of_engine
 
 LOGGER = logging.getLogger("pallas_attn.server")
@@ -60,14 +64,15 @@ COMPILED_S = 0.1
 @dataclasses.dataclass
 class OpenRequest:
     """An unfinished request: its id in messages, its prompts, the salt of the prefix cache, and the streams of the
-    prompts, which the engine's thread starts."""
+    prompts, which the engine's thread starts. A stream is None while a prefill worker computes the prompt."""
 
     request_id: int
     prompts: list[PreparedPrompt]
     salt: str
-    streams: list[Stream] = dataclasses.field(default_factory=list)
+    streams: list[Stream | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self.streams = [None] * len(self.prompts)
         requested = [prompt.params.prompt_logprobs is not None for prompt in self.prompts]
         self._without_prompt_logprobs = {i for i, is_requested in enumerate(requested) if is_requested}
 
@@ -76,16 +81,16 @@ class OpenRequest:
         parts: list[Part] = []
         ends_output = False
         for i, stream in enumerate(self.streams):
-            for delta in stream.take():
+            for delta in () if stream is None else stream.take():
                 cached_tokens, prompt_logprobs, is_last = 0, None, delta.finish_reason is not None
                 ends_output |= is_last
-                if is_last and delta.index == 0:
+                if stream is not None and is_last and delta.index == 0:
                     cached_tokens = stream.cached_tokens
-                if i in self._without_prompt_logprobs and delta.index == 0:
+                if stream is not None and i in self._without_prompt_logprobs and delta.index == 0:
                     self._without_prompt_logprobs.remove(i)
                     prompt_logprobs = stream.prompt_logprobs
                 parts.append(Part(i, delta, cached_tokens, prompt_logprobs))
-        return parts, ends_output and all(stream.is_finished for stream in self.streams)
+        return parts, ends_output and all(stream is not None and stream.is_finished for stream in self.streams)
 
 
 class EngineThread:
@@ -96,16 +101,26 @@ class EngineThread:
       end: end of a pair of sockets. The HTTP server has the other end.
       limits: limits of the server.
       at_end: function that the thread calls at its end, unless it has failed.
+      workers: prefill workers; None to compute all prompts here. Only the thread uses them afterwards.
     """
 
-    def __init__(self, llm: LLM, end: socket.socket, limits: ServerLimits, at_end: Callable[[], object] = lambda: None):
+    def __init__(
+        self,
+        llm: LLM,
+        end: socket.socket,
+        limits: ServerLimits,
+        at_end: Callable[[], object] = lambda: None,
+        workers: PrefillWorkers | None = None,
+    ):
         self._llm, self._socket, self._limits, self._at_end = llm, EngineSocket(end), limits, at_end
+        self._workers = workers
         self._commands: queue.SimpleQueue[OpenRequest | Abort | EngineEnded] = queue.SimpleQueue()
         self._with_grammars: queue.SimpleQueue[Add | None] = queue.SimpleQueue()  # None to end a thread
         self._lock = threading.Lock()  # of `_preparing`, together with `_commands.put`
         self._preparing: set[int] = set()  # ids
         self._open: dict[int, OpenRequest] = {}  # unfinished, by id
         self._closing: list[Stream] = []
+        self._ended: dict[int, ErrorFields | None] = {}  # requests whose end was not sent yet, by id
         self._errors, self._sent_s = 0, 0.0  # consecutive failed steps; time at which the state was sent
         self._step_began_s: float | None = None  # start of the current step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -243,6 +258,8 @@ class EngineThread:
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._socket.send(EngineEnded(failure))
+            if self._workers is not None:
+                self._workers.close()
             self._llm.engine.close()  # may wait for a compilation
 
     def _serve(self) -> str | None:
@@ -250,10 +267,11 @@ class EngineThread:
         while True:
             failure: ApiError | None = None
             parts: dict[int, list[Part]] = {}
-            ended: dict[int, ErrorFields | None] = {}
             try:
-                if (end := self._take_commands(ended)) is not None:
+                if (end := self._take_commands()) is not None:
                     return end.failure
+                if self._workers is not None:
+                    self._workers.poll()
                 self._llm.engine.take_compiled()
                 while self._closing:
                     self._closing[-1].close()
@@ -277,19 +295,21 @@ class EngineThread:
                     parts[request.request_id] = new
                 if is_last:
                     del self._open[request.request_id]
-                    ended[request.request_id] = None
+                    self._ended[request.request_id] = None
             if failure is not None:  # every request of the engine may be a part of the failed step
                 for request_id in [*self._open]:
-                    self._close(request_id)
-                    ended[request_id] = failure.fields
+                    self._close(request_id, failure)
             state = self._state() if not self._open or time.perf_counter() - self._sent_s > 0.25 else None
-            if parts or ended or state is not None or failure is not None:
-                self._socket.send(StepResults(parts, ended, state, failure is not None))
+            if parts or self._ended or state is not None or failure is not None:
+                self._socket.send(StepResults(parts, self._ended, state, failure is not None))
+                self._ended = {}
 
-    def _take_commands(self, ended: dict[int, ErrorFields | None]) -> EngineEnded | None:
+    def _take_commands(self) -> EngineEnded | None:
         """Process all commands. Wait for a command if there is no other work. Return the command to end, if any."""
         block = not (self._llm.has_unfinished or self._llm.engine.has_unfinished or self._closing)
         timeout_s = COMPILED_S if self._llm.engine.is_compiling else None
+        if self._workers is not None:
+            timeout_s = min(self._workers.poll_s, timeout_s or self._workers.poll_s)
         while True:
             try:
                 command = self._commands.get(block=block, timeout=timeout_s)
@@ -302,23 +322,45 @@ class EngineThread:
                 self._close(command.request_id)
                 continue
             self._open[command.request_id] = command
-            try:
-                for prompt in command.prompts:
-                    command.streams.append(self._llm.add(prompt, salt=command.salt))
-            except (ValueError, NotImplementedError) as error:
-                self._close(command.request_id)
-                ended[command.request_id] = of_engine(error).fields
+            for i, prompt in enumerate(command.prompts):
+                start = functools.partial(self._start, command, i)
+                if self._workers is None or not self._workers.send(_name(command, i), prompt, command.salt, start):
+                    start()
+                if command.request_id not in self._open:
+                    break
 
-    def _close(self, request_id: int) -> None:
-        """Let the next iteration abort the streams of a request. Nothing happens if the request has ended."""
+    def _start(self, request: OpenRequest, i: int, incoming: IncomingPages | None = None) -> None:
+        """Add prompt `i` of a request to the LLM, with the pages that have arrived. If it cannot be added, the request
+        ends with an error."""
+        try:
+            request.streams[i] = self._llm.add(request.prompts[i], salt=request.salt, incoming=incoming)
+        except (ValueError, NotImplementedError) as error:
+            if incoming is not None:
+                incoming.close()
+            self._close(request.request_id, of_engine(error))
+
+    def _close(self, request_id: int, error: ApiError | None = None) -> None:
+        """Let the next iteration abort the streams of a request, and send the error. Do nothing if the request has
+        ended."""
         if (request := self._open.pop(request_id, None)) is not None:
-            self._closing.extend(request.streams)
+            self._closing.extend(stream for stream in request.streams if stream is not None)
+            for i, stream in enumerate(request.streams):
+                if stream is None and self._workers is not None:
+                    self._workers.abort(_name(request, i))
+            if error is not None:
+                self._ended[request_id] = error.fields
 
     def _state(self) -> EngineState:
         """Return the state of the engine, which is sent now."""
         self._sent_s = time.perf_counter()
         stats = self._llm.engine.stats()
-        return {name: read(stats) for name, (_, read) in ENGINE_GAUGES.items()}
+        state = {name: float(read(stats)) for name, (_, read) in ENGINE_GAUGES.items()}
+        return state if self._workers is None else state | self._workers.state()
+
+
+def _name(request: OpenRequest, i: int) -> str:
+    """Return the name of prompt `i` of a request for `PrefillWorkers`."""
+    return f"{request.request_id}.{i}"
 
 
 def _first_line(error: Exception) -> str:

@@ -26,7 +26,7 @@ HEADER = struct.Struct("!I")
 
 
 type EngineState = dict[str, float]
-"""Values of `metrics.ENGINE_GAUGES` by name."""
+"""Values of `metrics.ENGINE_GAUGES` and `metrics.PREFILL_GAUGES` by name."""
 
 
 class Prompt(NamedTuple):

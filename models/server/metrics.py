@@ -52,6 +52,14 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 """State of the engine: text and value of each metric."""
 
+PREFILL_GAUGES = {
+    "prefill_workers": "Connected prefill workers.",
+    "prefill_prompts_pending": "Prompts that prefill workers compute, or that wait for them.",
+    "prefill_prompts_sent": "Prompts sent to prefill workers since the start.",
+    "prefill_failures": "Lost prefill workers and failed connections since the start.",
+}
+"""State of `PrefillWorkers`: text of each metric. Without workers, the values are 0."""
+
 
 class Histogram:
     """Histogram of one thread, which needs no lock, unlike prometheus_client's histogram.
@@ -101,7 +109,8 @@ class Metrics:
 
         self.running = made(Gauge, "num_requests_running", "Requests that have received a token and have not ended.")
         self.waiting = made(Gauge, "num_requests_waiting", "Accepted requests without a token.")
-        self._of_engine = {name: made(Gauge, name, text) for name, (text, _) in ENGINE_GAUGES.items()}
+        texts = {name: text for name, (text, _) in ENGINE_GAUGES.items()} | PREFILL_GAUGES
+        self._of_engine = {name: made(Gauge, name, text) for name, text in texts.items()}
         self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens of accepted requests.")
         self.queried_tokens = made(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.cached_tokens = made(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")

@@ -25,6 +25,7 @@ from pallas_attn.models.llm import LLM
 from pallas_attn.models.server.engine_thread import EngineThread
 from pallas_attn.models.server.formats import ParserNames
 from pallas_attn.models.server.options import ServerLimits, ServerOptions
+from pallas_attn.models.server.prefill_workers import PrefillWorkers
 from pallas_attn.models.server.server import Server, listen
 from tests.models import llm_case
 
@@ -100,6 +101,7 @@ def serving(
     limits: Mapping[str, Any] = MappingProxyType({}),
     *,
     llm: LLM | None = None,
+    workers: PrefillWorkers | None = None,
     send_buffer: int | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -109,13 +111,14 @@ def serving(
       folder: folder of `llm_case.write_model`.
       limits: fields of `ServerLimits`.
       llm: the LLM; None to load it.
+      workers: prefill workers of the LLM's engine; None to compute all prompts in the engine.
       send_buffer: bytes of the send buffer of connections; None for the default of the system.
       options: fields of `ServerOptions`.
     """
     llm = load(folder) if llm is None else llm
     given, own = ServerLimits(**limits), DEFAULTS | {"max_len": llm.engine.max_sequence_len} | options
     of_engine, of_server = socket.socketpair()
-    engine = EngineThread(llm, of_engine, given)
+    engine = EngineThread(llm, of_engine, given, workers=workers)
     server = Server(of_server, [_loaded(folder)[2]], ServerOptions(**own, limits=given))
     result: list[str | None] = []
     listener = listen("127.0.0.1", 0)

@@ -14,12 +14,21 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import GroupPools, Prefix, PrefixCache
 from pallas_attn.models.decoder.mesh import spans_processes
 from pallas_attn.models.engine.config import EngineConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
-from pallas_attn.models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
+from pallas_attn.models.engine.kv_transfer.cached_pages import (
+    ROWS_PER_COPY,
+    CachedPages,
+    CachedSequence,
+    difference,
+    joined,
+    numbered,
+)
 from pallas_attn.models.engine.kv_transfer.fields import UNLIMITED, Integer, ObjectOf, TextUpTo, check_field
 from pallas_attn.models.engine.kv_transfer.incoming_pages import IncomingPages
 from pallas_attn.models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
@@ -217,6 +226,12 @@ class EngineTransfers:
             new = {name: array[theirs[given]] for name, array in contents.items()}
             self._runner.write_rows(group, own[given], new, rank)
 
+    def num_cached_tokens(self, prompt_ids: Sequence[int], salt: str) -> int:
+        """See `Engine.num_cached_tokens`."""
+        with self._changing():
+            found = [cache.lookup(prompt_ids, salt)[0].shape[1] for cache in self._prefix_caches]
+        return max(found, default=0) * self._config.page_size
+
     # --- pages that arrive from another engine
 
     def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], salt: str) -> IncomingPages:
@@ -252,6 +267,16 @@ class EngineTransfers:
         incoming = IncomingPages(ids, salt, self._groups, self._pools[0], cache, self._runner, self._changing)
         self.incoming.append(incoming)
         return incoming
+
+    def compile_page_writes(self) -> None:
+        """See `Engine.compile_page_writes`."""
+        sizes = [2**n for n in range(ROWS_PER_COPY.bit_length())]
+        for group, size in itertools.product(self._groups, sizes):
+            rows = np.full(size, np.iinfo(np.int32).max, np.int32)  # outside the cache: nothing is written
+            for layer, arrays in self._runner.row_format(group).of_layers().items():
+                contents = {name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in arrays.items()}
+                with self._changing():
+                    self._runner.write_layer(group, layer, rows, contents)
 
     def remove_closed(self) -> None:
         """Remove closed receivers from `incoming`."""

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -68,7 +68,7 @@ _INBOX_BYTES = 2**28
 _MESSAGES_PER_CALL = 64
 """Maximum number of messages handled between two steps of an engine."""
 
-_LEAST_SECRET = 16
+LEAST_SECRET = 16
 """Minimum length of a shared secret in bytes."""
 
 _PREFILL = SamplingParams(max_tokens=1)
@@ -232,8 +232,8 @@ def _check_secret(secret: bytes | None) -> None:
         return
     if not isinstance(secret, bytes):
         raise ValueError(f"secret: expected bytes or None, got a {type(secret).__name__}")
-    if len(secret) < _LEAST_SECRET:
-        raise ValueError(f"secret: expected at least {_LEAST_SECRET} bytes, got {len(secret)}")
+    if len(secret) < LEAST_SECRET:
+        raise ValueError(f"secret: expected at least {LEAST_SECRET} bytes, got {len(secret)}")
 
 
 def _greet(
@@ -482,20 +482,17 @@ class _Prompt:
     """A prompt that the prefill process computes.
 
     Attributes:
-      tokens, params, request_id, salt, on_token, token_filter: arguments of `Engine.add_request`.
+      tokens, request_id, salt: arguments of `Engine.add_request`.
       incoming: receiver of the pages.
-      own: list to which the engine appends its record of the request, for `generate`; None for `add_request`.
+      add: function that adds the request to the engine, with the receiver.
       progress: the newest pages that arrived: index after the last page, and index of their newest layer.
     """
 
     tokens: tuple[int, ...]
-    params: SamplingParams
     request_id: RequestId
     salt: str
-    on_token: OnToken | None
-    token_filter: TokenFilter | None
     incoming: IncomingPages
-    own: list[TrackedRequest] | None
+    add: Callable[[IncomingPages], object]
     progress: tuple[int, int] = (0, 0)
 
 
@@ -588,6 +585,47 @@ class RemotePrefill:
         self._check()
         self._send([self._checked(prompt_ids, params, request_id, salt, on_token, token_filter)])
 
+    def request_pages(
+        self,
+        prompt_ids: Sequence[int],
+        add: Callable[[IncomingPages], object],
+        *,
+        request_id: RequestId,
+        salt: str = "",
+    ) -> IncomingPages:
+        """Send a prompt to the prefill process, for a caller that adds the request to the engine itself.
+
+        Args:
+          prompt_ids, salt: as in `Engine.add_request`.
+          add: function that `poll` or `compute_here` calls instead of adding a request to the engine. Its argument is
+            the receiver of the pages, which it passes to `Engine.add_request` or closes.
+          request_id: a name of the prompt for `pending` and `abort`.
+
+        Returns:
+          The receiver of the pages.
+
+        Raises:
+          TransferError, ValueError, NotImplementedError: as `add_request`.
+        """
+        self._check()
+        prompt = self._checked(prompt_ids, SamplingParams(), request_id, salt)
+        prompt.add = add
+        self._send([prompt])
+        return prompt.incoming
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Drop a pending prompt, and release its pages. The prefill process still computes the prompt.
+
+        Returns:
+          False if no pending prompt has this id.
+        """
+        for number, prompt in self._prompts.items():
+            if prompt.request_id == request_id:
+                del self._prompts[number]
+                prompt.incoming.close()
+                return True
+        return False
+
     def _checked(
         self,
         prompt_ids: Sequence[int],
@@ -610,7 +648,13 @@ class RemotePrefill:
         check_field("salt", salt, _SALT)
         ids = Request(request_id, as_integers("prompt_ids", prompt_ids), params, salt).prompt_ids  # checks all of it
         incoming = self._engine.receive_pages(ids, self._made_for, salt=salt)
-        return _Prompt(ids, params, request_id, salt, on_token, token_filter, incoming, own)
+
+        def add(incoming: IncomingPages) -> None:
+            self._engine._add(
+                ids, params, request_id, salt, on_token, incoming=incoming, token_filter=token_filter, own=own
+            )
+
+        return _Prompt(ids, request_id, salt, incoming, add)
 
     def _send(self, prompts: Sequence[_Prompt]) -> None:
         """Add prompts to the pending prompts, and send them until `MAX_PROMPTS` are unfinished in the prefill process.
@@ -821,17 +865,8 @@ class RemotePrefill:
             if self._engine.knows(prompt.request_id):
                 in_use.append(prompt.request_id)
                 continue
-            self._engine._add(
-                prompt.tokens,
-                prompt.params,
-                prompt.request_id,
-                prompt.salt,
-                prompt.on_token,
-                incoming=prompt.incoming,
-                token_filter=prompt.token_filter,
-                own=prompt.own,
-            )
-            del self._prompts[number]
+            prompt.add(prompt.incoming)
+            self._prompts.pop(number, None)  # `add` may have called `abort`
             added.append(prompt.request_id)
         return added, in_use
 
