@@ -42,7 +42,7 @@ FILE = re.compile(r"[\w./<>-]*\w\.(?:py|md|json|txt|toml|svg|png|yml)(?![\w(])")
 NAME = re.compile(r"(?<![\w/.])(?:pallas_attn|pa)\.([A-Za-z]\w*)(?![\w/]*\.(?:py|md))")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
-FOREIGN_FLAGS = ("--xla", "--help")
+FOREIGN_FLAGS = ("--xla", "--help", "--tasks")  # "--tasks" of lm_eval
 FOREIGN_FILES = (
     *("config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
     *("ids.json", "out.json", "run.png", "sample.json", "<device>.json"),

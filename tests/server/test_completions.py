@@ -196,6 +196,25 @@ def test_echo_with_logprobs_has_the_prompt(server: Running, expected: dict[str, 
     assert complete(server, echo=True, max_tokens=0)["choices"][0]["text"] == PROMPT
 
 
+def test_requests_of_lm_eval(server: Running, expected: dict[str, Generation]) -> None:
+    """Send the requests of `local-completions` of lm-eval 0.4.13, and read the responses as it does."""
+    ids = expected["prompt_logprobs"].prompt_token_ids
+    tables = expected["prompt_logprobs"].prompt_logprobs
+    assert tables is not None
+    context, score = 3, {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    choices = complete(server, prompt=[ids[:-1], ids], model=NAME, **score)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    for choice, end in zip(choices, (len(ids) - 1, len(ids)), strict=True):
+        found, tops = (choice["logprobs"][name][context:-1] for name in ("token_logprobs", "top_logprobs"))
+        scored = [(table, ids[i]) for i, table in enumerate(tables) if table is not None and context <= i < end]
+        assert found == pytest.approx([table[token].logprob for table, token in scored], abs=1e-5)
+        is_best = [logprob == max(top.values()) for logprob, top in zip(found, tops, strict=True)]
+        assert is_best == [table[token].rank == 1 for table, token in scored]
+    generate = {"max_tokens": 8, "temperature": 0, "stop": ["\n\n", "</s>"], "seed": 1234}
+    texts = [choice["text"] for choice in complete(server, prompt=[PROMPT], model=NAME, **generate)["choices"]]
+    assert texts == [expected["greedy"].text]
+
+
 def test_several_prompts(server: Running, expected: dict[str, Generation]) -> None:
     ids = expected["n"].prompt_token_ids
     for prompts in (["abc", PROMPT], [[1, 2, 3], ids]):
