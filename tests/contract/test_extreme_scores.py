@@ -231,12 +231,13 @@ NO_FP8 = dict.fromkeys((name for name in RUNS if "fp8" in name), "takes no quant
 
 @every_operation
 @in_every_run(
-    "reference",
-    "xla",
-    "triton",
-    mosaic=all_but("paged_prefill", "mla_decode of fp8 latents"),
-    mosaic_sm100=["paged_prefill", "mla_decode"],
-)
+    reference=all_but("paged_prefill", "mla_decode of many heads", "mla_decode of fp8 latents"),
+    xla=all_but(
+        "mla_decode of many heads", "mla_decode of fp8 latents", "mla_decode of fp8 latents, many heads",
+    ),
+    triton=all_but("mla_decode of many heads", "mla_decode of fp8 latents, many heads"),
+    mosaic=all_but("paged_prefill", "mla_decode of fp8 latents", "mla_decode of fp8 latents, many heads"),
+)  # fmt: skip
 @unsupported(mosaic_sm100=NO_FP8)
 def test_large_scores(backend: Backend, operation: str) -> None:
     check(backend, operation, draw_rows("few", backend.dtype), backend.dtype)
@@ -259,7 +260,14 @@ def test_large_scores_of_every_kind(backend: Backend, operation: str, dtype: str
 
 
 @every_operation
-@in_every_run("reference", "xla", "triton", mosaic=["paged_decode", "paged_prefill", "mla_decode of many heads"])
+@in_every_run(
+    reference=["paged_decode", "paged_prefill", "ragged_attention"],
+    xla=all_but(
+        "mla_decode of many heads", "mla_decode of fp8 latents", "mla_decode of fp8 latents, many heads",
+    ),
+    triton=all_but("mla_decode", "mla_decode of many heads", "mla_decode of fp8 latents"),
+    mosaic=["paged_decode", "mla_decode of many heads"],
+)  # fmt: skip
 @unsupported(mosaic_sm100=NO_FP8)
 def test_scores_that_overflow(backend: Backend, operation: str) -> None:
     """A key whose score overflows to -inf has weight 0. A score of +inf makes the row's output and LSE NaN."""

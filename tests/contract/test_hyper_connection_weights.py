@@ -117,10 +117,10 @@ def assert_weights(got: Any, want: Any) -> None:
 @backends.every_case("hyper_connection_weights", CASES)
 @FEW_STREAMS
 @in_every_run(
-    reference=["4 streams", "one iteration", "large epsilon", "3 streams"],
-    xla=all_but("8 streams", "16 streams", "two iterations"),
+    reference=["4 streams", "one iteration", "large epsilon"],
+    xla=["one iteration", "large epsilon", "65 tokens", "2 streams", "32 streams"],
     triton=all_but("16 streams", "two iterations", "no epsilon"),
-)
+)  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:
     case, arrays = CASES[name], CASES[name].draw()
     got = weights(backend, case)(**arrays)

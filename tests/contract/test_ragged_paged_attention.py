@@ -184,7 +184,7 @@ def test_mixes(backend: Backend, name: str) -> None:
 
 
 @every_backend()
-@in_every_run("xla")
+@in_every_run()
 @unsupported(mosaic_sm100="takes heads of width")
 def test_wide_heads(backend: Backend) -> None:
     backend = backends.for_width(backend, 512)
@@ -307,7 +307,7 @@ def test_decodes_have_the_bits_of_paged_decode() -> None:
     harness.assert_same_bits(np.asarray(out)[first[single]], np.asarray(want)[single, 0])
 
 
-@slow_cases("shape0")
+@slow_cases("shape0", "shape1")
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_number_of_sequences_alone(shape: tuple[int, ...]) -> None:
     step = Step.draw(*MIXED, "float32", harness.fresh_rng())
@@ -393,6 +393,7 @@ def test_plain_tokens_are_quantised_by_the_cache_s_own_scales() -> None:
     harness.assert_same_bits(kv, want)
 
 
+@pytest.mark.slow
 def test_tables_of_heads() -> None:
     """Test head-wise tables [S, Hkv, P], whose entries are the ids of page rows (one page of one KV head), together
     with a window per head.

@@ -200,12 +200,14 @@ def with_head_scales(seed: int) -> QuantisedStep:
             return dataclasses.replace(step, arrays=step.arrays | scales)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_scales_of_heads_split_over_devices() -> None:
     """`k_scale` and `v_scale` are split over devices in the same way as the KV heads."""
     check(with_head_scales(1), "xla", "mesh")
 
 
+@pytest.mark.slow
 def test_token_groups_with_64_bits() -> None:
     """A call with scales per group of tokens works with `jax_enable_x64`. New tokens join groups with earlier tokens,
     and the loop over these groups must count in int32.

@@ -102,7 +102,7 @@ def part(tree: Any, spec: P, device: int) -> Any:
     return jax.tree.map(lambda x: jnp.split(x, 2, axis=axis)[device], tree)
 
 
-@slow_cases("xla-sequences-latents, 8 bits-unchecked")
+@slow_cases("xla-sequences-latents, 8 bits-unchecked", "reference-heads-write-unchecked")
 @slow_cases(
     "xla-heads-prefill, int8-unchecked", "triton-sequences-choice-unchecked", "xla-sequences-latents, 8 bits-checked",
     "xla-heads-prefill, int8-checked", "triton-heads-write-checked",
