@@ -28,6 +28,7 @@ from pallas_attn import (
 )
 from tests.contract.test_compress_and_write import NORM_EPS, CompressCase, angles, entry
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 WINDOW, HEADS, INDEX_HEADS, TOP_K, SCALE = 6, 3, 2, 3, 0.3
 CSA = CompressCase(kv_lens=(30, 3, 18), q_lens=(0, 0, 0), state_pages=8)
@@ -89,6 +90,7 @@ def step(case: CompressCase, implementation: str, caches: tuple[Any, ...], x: di
     return (state, entries, index_state, index, window), out
 
 
+@slow_cases("CSA-reference", "HCA-xla")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("case", [CSA, HCA], ids=["CSA", "HCA"])
 def test_chunks_of_sequences(case: CompressCase, implementation: str) -> None:

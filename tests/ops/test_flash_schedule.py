@@ -185,6 +185,7 @@ def test_lists_of_many_blocks_match_the_expected_list(tokens: int, sequences: in
     check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, num_rows=tokens, block_rows=128))
 
 
+@pytest.mark.slow
 def test_calls_with_equal_lengths_share_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers of a step with the same lengths call the same function with the same arguments, so XLA computes it
     once.
@@ -247,6 +248,7 @@ def test_keys_are_split_if_multiprocessors_would_be_idle(mode: str, capsys: pyte
         assert choose(blocks=40, heads=2, tiles=260, rows=10) == (3, 3), "two rounds of thirds, fewer partial states"
 
 
+@slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_number_of_splits_follows_the_widest_window(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)

@@ -24,6 +24,7 @@ from tests.contract.paged_case import PagedCase
 from tests.contract.test_ragged_attention import RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 from tests.ops import test_paged_prefill_mosaic
 
 # Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
@@ -106,6 +107,7 @@ def test_split_keys(causal: bool, consumers: int) -> None:
     assert parts[0].most > 1
 
 
+@slow_cases("16 bits")
 @pytest.mark.parametrize(
     "case",
     [

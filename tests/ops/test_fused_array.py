@@ -132,7 +132,10 @@ def check(got: Any, arguments: dict[str, Any], layout: Layout, **options: Any) -
 # --- arrays
 
 
-@slow_cases("v3, one head", "v2", "heads of 64", "heads of 64 in rows of keys and values", "v3, padded heads")
+@slow_cases(
+    "v3", "v3, one head", "v3, padded heads", "heads of 64", "heads of 64 in rows of keys and values",
+    "v2",
+)  # fmt: skip
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_flat_tables_of_pages(name: str) -> None:
     arguments = step(LAYOUTS[name])
@@ -162,6 +165,7 @@ def test_8_bit_array_without_scales_has_scales_of_1() -> None:
     check(run(**arguments, **scales), arguments, layout, scales=(0.5, 0.25))
 
 
+@pytest.mark.slow
 def test_padded_heads_with_a_sink_and_a_window_per_head() -> None:
     """The arguments with an entry per head are padded like the heads: results equal the results of an array without
     padded heads.
@@ -186,6 +190,7 @@ def test_without_an_update_an_array_does_not_change() -> None:
     harness.assert_same_bits(again, (out, pages))
 
 
+@pytest.mark.slow
 def test_a_donated_array_stays_where_it_is() -> None:
     """A compiled loop over steps does not copy the array."""
     layout = LAYOUTS["v3"]
@@ -275,7 +280,7 @@ def test_errors_name_the_argument_and_the_fix(name: str) -> None:
 # --- views
 
 
-@slow_cases("False")
+@slow_cases("True", "False")
 @pytest.mark.parametrize("flat", [True, False])
 def test_view_with_tables_of_tokens(flat: bool) -> None:
     layout = LAYOUTS["v3"]

@@ -64,7 +64,12 @@ SLOTS = {
 @slow_cases("triton-float32")
 @DTYPES
 @every_variant
-@backends.in_every_run("xla", "mosaic", mosaic_sm100=["bfloat16"], triton=backends.all_but("float16"))
+@backends.in_every_run(
+    "xla",
+    mosaic=backends.all_but("float16"),
+    mosaic_sm100=["bfloat16"],
+    triton=backends.all_but("float16"),
+)  # fmt: skip
 def test_write_changes_only_the_slots(variant: Variant, dtype: Any) -> None:
     rng = fresh_rng()
     write = compiled(write_latent, variant)
@@ -217,9 +222,7 @@ CACHED_AND_NEW = {
 
 @DTYPES
 @every_gather_variant
-@backends.in_every_run(
-    "reference", "xla", mosaic=backends.all_but("float16"), mosaic_sm100=["bfloat16"], triton=["bfloat16"]
-)
+@backends.in_every_run("reference", "xla", mosaic=backends.all_but("float16"), triton=["bfloat16"])
 def test_gather_concatenates_cached_and_new_tokens(variant: Variant, dtype: Any) -> None:
     rng = fresh_rng()
     gather = compiled(gather_latent, variant, length=LENGTH)
@@ -279,7 +282,7 @@ def test_gather_of_absent_pages(variant: Variant) -> None:
 
 
 @every_gather_variant
-@backends.in_every_run("reference", "xla", "mosaic", "triton")
+@backends.in_every_run("mosaic", "triton")
 def test_gather_under_vmap(variant: Variant) -> None:
     rng = fresh_rng()
     cases = [ragged_case(rng, *CACHED_AND_NEW[name]) for name in ("mixed", "idle between")]

@@ -18,6 +18,7 @@ from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.ops.gather_latent.mosaic import MAX_SEQUENCES
 from tests.kit import harness
 from tests.kit.harness import Variant, assert_same_bits, compiled, fresh_rng
+from tests.kit.slow_cases import slow_cases
 from tests.ops import test_latent as contract
 from tests.ops.test_latent import NUM_PAGES, PAGE_SIZE, WIDTH, any_bits, holding, numpy_write
 
@@ -30,6 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
+@slow_cases("6")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("width", [1, 6, 192])
 def test_rows_of_any_width(width: int) -> None:

@@ -32,6 +32,7 @@ from pallas_attn import (
     write_latent,
 )
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 LAYERS, N, PS, HKV, HQ, D, B, P = 3, 8, 4, 2, 4, 16, 3, 3
 SIZES: dict[str, Any] = {"num_pages": N, "page_size": PS}
@@ -58,6 +59,7 @@ def test_layer_tables_of_page_rows() -> None:
     assert layer_tables(rows, 1, num_pages=N).tolist() == [[[16, 31], [17, PAGE_NONE]]]
 
 
+@pytest.mark.slow
 def test_layer_slots_shift_slots_of_the_layer_only() -> None:
     slots = jnp.array([3, -1, N * PS - 1, N * PS], jnp.int32)
     assert layer_slots(slots, 1, num_slots=N * PS).tolist() == [3 + N * PS, -1, 2 * N * PS - 1, -1]
@@ -65,6 +67,7 @@ def test_layer_slots_shift_slots_of_the_layer_only() -> None:
     assert layer_slots(chosen, 1, num_slots=N * PS).tolist() == [[20 + N * PS, 28 + N * PS, -1]]
 
 
+@pytest.mark.slow
 def test_slots_of_layer_tables_are_layer_slots() -> None:
     options: dict[str, Any] = {"page_size": PS, "length": B}
     for rank in (2, 3):
@@ -166,6 +169,7 @@ def scan_over_layers(layer: Callable[..., Any], num_pages: int) -> Callable[...,
     return scan
 
 
+@slow_cases("K/V", "index keys")
 @pytest.mark.parametrize("name", CACHES)
 def test_scan_over_a_pool_equals_separate_caches(name: str) -> None:
     kind, spec, layer = CACHES[name]

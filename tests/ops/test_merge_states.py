@@ -226,6 +226,7 @@ def test_lses_of_base_2_convert_both_ways() -> None:
             convert(jnp.zeros(3, jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_rows_may_have_any_axes() -> None:
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
     want_out, want_lse = MERGE(outs, lses)

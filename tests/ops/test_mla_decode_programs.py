@@ -81,6 +81,7 @@ def test_num_programs_argument(planned: list[int]) -> None:
     assert programs(shapes(64), num_programs=7) == 7
 
 
+@pytest.mark.slow
 def test_one_program_for_implementations_without_plans(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     few = shapes(16)
     assert programs(few) >= MULTIPROCESSORS

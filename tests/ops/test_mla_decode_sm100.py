@@ -20,6 +20,7 @@ from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Latents that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -86,6 +87,7 @@ def test_more_tiles_than_stages(name: str) -> None:
     assert check(CASES[name], 1).max() == 1
 
 
+@slow_cases("rows, halves that overlap, float16")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_splits_are_merged(name: str) -> None:
     """Two CTAs share a sequence, and each processes more tiles than pipeline stages. Row maxima grow, so O is

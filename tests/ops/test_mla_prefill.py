@@ -193,8 +193,9 @@ CHUNKS = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
 
 
 @slow_cases(
-    "xla-one page-nothing cached", "xla-all-nothing cached", "reference-all-nothing cached",
-    "xla-rounded up to three pages-nothing cached",
+    "xla-one page-nothing cached", "xla-one page-whole pages",
+    "xla-rounded up to three pages-nothing cached", "xla-rounded up to three pages-whole pages",
+    "xla-all-nothing cached", "reference-all-nothing cached",
 )  # fmt: skip
 @pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_to
 
 
-@slow_cases("xla-5-3", "xla-5-130")
+@slow_cases("xla-5-3", "xla-5-130", "xla-16-3", "xla-16-130")
 @pytest.mark.parametrize("heads", [3, 130])
 @pytest.mark.parametrize("tokens", [5, 16])
 @every_variant
@@ -308,6 +309,7 @@ def test_form_chosen_on_the_device(
     check(variant, replace(BASE, cached=cached, new=(7, 8, 4, 4)), PS)
 
 
+@slow_cases("24-23-scopes1", "23-24-scopes2")
 @pytest.mark.parametrize(
     ("most", "block", "scopes"),
     [
@@ -361,6 +363,7 @@ def test_dtypes(variant: Variant, case: PrefillCase) -> None:
 FEW_WINDOWS, MORE_WINDOWS = [1, PS + 2, 2**31 - 1], [2, PS, 3 * PS, 1000]
 
 
+@slow_cases("xla-2147483647")
 @pytest.mark.parametrize("window", [*FEW_WINDOWS, *(pytest.param(w, marks=pytest.mark.slow) for w in MORE_WINDOWS)])
 @every_variant
 def test_windows(variant: Variant, window: int) -> None:
@@ -401,12 +404,14 @@ def test_window_needs_latent_new_and_the_expanded_form() -> None:
         mla_prefill(**arguments, sm_scale=SM_SCALE, window=3)
 
 
+@slow_cases("xla")
 @every_variant
 def test_widths_of_deepseek_with_default_settings(variant: Variant) -> None:
     widths = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512}
     check(Variant(variant.implementation), replace(BASE, heads=2, value_scale=0.5, **widths))
 
 
+@slow_cases("xla")
 @every_variant
 def test_error_does_not_grow_with_the_number_of_chunks(variant: Variant) -> None:
     """The prefix is expanded in 64 steps. If partial results were rounded to bfloat16, the errors would add up to
@@ -565,6 +570,7 @@ def test_under_vmap(variant: Variant) -> None:
         assert_close(variant, BASE, got, i.expected())
 
 
+@slow_cases("xla")
 @every_variant
 def test_exported(variant: Variant) -> None:
     transformations.assert_exports(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())

@@ -41,11 +41,12 @@ RECORDS = replace(V4, latent_dim=512, scaled=448, cache_dtype="float8_e4m3fn")
 
 
 @slow_cases(
-    "interpreted-fp8, one CTA", "interpreted-unequal halves", "interpreted-fp8, narrow",
-    "interpreted-fp8, splits, halves of 192", "interpreted-splits of two blocks, several items per CTA",
-    "interpreted-fp8, many pairs, one CTA", "interpreted-fp8, wide, several items per CTA",
-    "interpreted-fp8, two blocks", "interpreted-records, two blocks, several items per CTA",
-    "interpreted-records, 64 heads, splits", "interpreted-records, unequal halves, one cache, one CTA",
+    "interpreted-splits of two blocks, several items per CTA", "interpreted-unequal halves",
+    "interpreted-two caches, splits", "interpreted-fp8, splits, halves of 192",
+    "interpreted-fp8, one CTA", "interpreted-fp8, narrow", "interpreted-fp8, two blocks",
+    "interpreted-fp8, wide, several items per CTA", "interpreted-fp8, many pairs, one CTA",
+    "interpreted-records, two blocks, several items per CTA", "interpreted-records, 64 heads, splits",
+    "interpreted-records, unequal halves, one cache, one CTA",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "splits", "programs"),

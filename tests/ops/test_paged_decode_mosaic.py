@@ -137,8 +137,10 @@ WIDE_CASES = {
 
 
 @slow_cases(
+    "interpreted-one stage, pages of 16, drafts, windows",
     "interpreted-one stage, pages of 128, float16, soft cap", "interpreted-two stages, heads of 320",
-    "interpreted-int8 per channel, two stages, drafts", "interpreted-fp8 per token, three stages, heads of 384",
+    "interpreted-int8 per channel, two stages, drafts",
+    "interpreted-fp8 per token, three stages, heads of 384",
 )  # fmt: skip
 @pytest.mark.parametrize("name", WIDE_CASES)
 def test_wide_heads_with_more_tiles_than_stages(name: str) -> None:

@@ -19,6 +19,7 @@ from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import HALF_OUT, Tolerance, Variant
+from tests.kit.slow_cases import slow_cases
 
 # Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -88,6 +89,7 @@ def check(
     return np.diff(plan.split_indptr)
 
 
+@slow_cases("fp8 queries of heads, over fp8 per head")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_more_tiles_than_stages(name: str) -> None:
     """One CTA processes all plan rows, one after the other."""

@@ -190,7 +190,7 @@ def test_rows_visit_the_pages_in_their_window(
         assert walked_entries(plan, row) == visible_entries(lens[b], q_lens[b], *windows[h])
 
 
-@slow_cases("17-balanced", "1-balanced")
+@slow_cases("1-balanced", "17-balanced", "17-fixed", "2147483647-balanced", "2147483647-fixed")
 @modes
 @pytest.mark.parametrize(
     "window",  # `make test` runs the narrowest window, a window of just over a page, and the full window
@@ -224,6 +224,7 @@ def test_balanced_shares_differ_by_less_than_the_row_overhead(lens: list[int], n
         assert max(costs) <= share + OVERHEAD + max(tail, min(share // UNEVENNESS, CUT))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_balanced_cuts_at_most_once_per_program(lens: list[int], num_programs: int) -> None:
@@ -232,6 +233,7 @@ def test_balanced_cuts_at_most_once_per_program(lens: list[int], num_programs: i
     assert rows_with_pages <= plan.split_indptr[-1] <= rows_with_pages + num_programs - 1
 
 
+@slow_cases("lens2-2", "lens3-4", "lens5-3", "lens10-6")
 @pytest.mark.parametrize(
     ("lens", "num_programs"),
     [
@@ -270,7 +272,7 @@ def test_balanced_cuts_rows_if_whole_rows_are_uneven(lens: list[int], num_progra
     assert np.diff(plan.split_indptr).max() > 1
 
 
-@slow_cases("lens1-62-parts1")
+@slow_cases("lens1-62-parts1", "lens2-14-parts2", "lens4-140-parts4")
 @pytest.mark.parametrize(
     ("lens", "num_programs", "parts"),
     [
@@ -308,6 +310,7 @@ def test_balanced_splits_a_long_row_among_all_programs() -> None:
     assert max(map(cost, programs)) < 1.05 * sum(map(cost, programs)) / 132 + OVERHEAD + OVERHEAD // 2
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_fixed_splits_depend_only_on_the_length_of_the_row(lens: list[int], num_programs: int) -> None:
@@ -455,7 +458,7 @@ def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], i
         paged_decode(**STEP | change, plan=plan, implementation=implementation)
 
 
-@slow_cases("made_for3-5", "5-None")
+@slow_cases("5-None", "None-5", "made_for3-5", "made_for4-None")
 @pytest.mark.parametrize(
     ("made_for", "other"), [(5, None), (None, 5), (5, OWN_WINDOWS), (OWN_WINDOWS, 5), (OWN_WINDOWS, None)]
 )
@@ -482,6 +485,7 @@ def test_plan_of_paged_kv_does_not_fit_latents() -> None:
         paged_decode(**STEP, plan=plan)
 
 
+@pytest.mark.slow
 def test_layers_with_other_scales_and_sinks_share_a_plan() -> None:
     plan = harness.plan_for(STEP)
     layers: list[dict[str, Any]] = [
@@ -494,6 +498,7 @@ def test_layers_with_other_scales_and_sinks_share_a_plan() -> None:
         paged_decode(**STEP, **layer, plan=plan)
 
 
+@pytest.mark.slow
 def test_plan_made_for_another_implementation_raises_if_followed() -> None:
     pages = jnp.zeros((4, 1, 16, 64), jnp.bfloat16)
     step = {

@@ -29,6 +29,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+@slow_cases("1-8-396-fixed, windows and drafts", "100-3-132-balanced")
 @pytest.mark.parametrize(
     ("mode", "changes"),
     [
@@ -70,7 +71,7 @@ def test_interpreted_with_drawn_and_wrong_lengths(kv_lens: list[int], q_lens: li
     np.testing.assert_array_equal(real, np.clip(q_lens, 0, 3))
 
 
-@slow_cases("2-49", "0-12")
+@slow_cases("0-49", "2-49", "0-12")
 @pytest.mark.parametrize(("idle", "num_programs"), [(2, 12), (0, 49), (2, 49), (0, 12)])
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_without_cuts(idle: int, num_programs: int) -> None:
@@ -82,6 +83,7 @@ def test_interpreted_without_cuts(idle: int, num_programs: int) -> None:
     check("triton", "balanced", num_programs, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_with_one_window_and_with_idle_rows() -> None:
     given = arguments(harness.fresh_rng(), 5, 1, 1000)

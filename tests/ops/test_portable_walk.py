@@ -16,6 +16,7 @@ from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, paged_prefil
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import VARIANTS
+from tests.kit.slow_cases import slow_cases
 
 SMALL_TILES = VARIANTS["xla"]  # a step has 3 rows and 16 tokens of each; a row of prefill has 4 queries
 AS_SHIPPED = replace(SMALL_TILES, config=None)
@@ -66,6 +67,7 @@ def test_unused_table_entries_take_no_steps() -> None:
     assert [tile for _, tile in steps] == [0, 1]
 
 
+@slow_cases("4096")
 @pytest.mark.parametrize("kv_len", [4096, 4090])
 def test_decode_visits_only_tiles_in_the_window(kv_len: int) -> None:
     steps = decode_steps(replace(LONG, kv_lens=(kv_len,), window=32))

@@ -15,6 +15,7 @@ from scripts.bench.shapes import Decode, Prefill
 from tests.kit import harness
 from tests.kit.harness import VARIANTS, Variant
 from tests.kit.real_sizes import decode_arrays, normal, prefill_arrays, static
+from tests.kit.slow_cases import slow_cases
 
 GEMMA4_DECODE = {
     "local": Decode(32, 8192, 32, 16, 256, window=1024),
@@ -57,6 +58,7 @@ def as_on_hopper() -> Iterator[None]:
         yield
 
 
+@slow_cases("llama-3-8b-mosaic", "gemma-3-4b, local-mosaic", "gpt-oss-120b, full-mosaic")
 @pytest.mark.usefixtures("as_on_hopper")
 @lean("paged_decode")
 @every_decode
@@ -68,6 +70,7 @@ def test_decode_shapes_are_supported(variant: Variant, case: shapes.Decode) -> N
     assert lse.shape == shapes["q"].shape[:-1]
 
 
+@slow_cases("llama-3-8b, many short-mosaic")
 @pytest.mark.usefixtures("as_on_hopper")
 @lean("paged_prefill")
 @every_prefill

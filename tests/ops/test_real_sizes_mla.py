@@ -23,6 +23,7 @@ every_decode = pytest.mark.parametrize("case", shapes.MLA_DECODE.values(), ids=s
 every_prefill = pytest.mark.parametrize("case", shapes.MLA_PREFILL.values(), ids=shapes.MLA_PREFILL)
 
 
+@slow_cases("deepseek-v3-mosaic", "deepseek-v3, an eighth of its heads-mosaic")
 @pytest.mark.usefixtures("as_on_hopper")
 @lean("mla_decode")
 @every_decode

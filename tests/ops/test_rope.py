@@ -88,9 +88,8 @@ def test_rms_norm_of_bfloat16_computes_in_float32() -> None:
 @in_every_run(
     "xla",
     mosaic=["4-before_rope-neox", "4-after_rope-interleaved", "1-before_rope-neox"],
-    mosaic_sm100=["4-before_rope-neox"],
     triton=["4-before_rope-neox", "4-after_rope-interleaved"],
-)
+)  # fmt: skip
 @unsupported(mosaic={"1-before_rope-neox": "two pairs of columns or more that are rotated in neox style"})
 @each_style
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.masks import Limits
 from tests.kit.harness import fresh_rng
+from tests.kit.slow_cases import slow_cases
 from tests.ops.test_flash_schedule import compiled, running
 
 
@@ -35,6 +36,15 @@ def hidden(page_tokens: int, names: tuple[str, ...], s: jax.Array, limits: list[
     return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(s.shape, s.dtype))(s, *limits)
 
 
+@slow_cases(
+    "-64-16-interpreted", "-128-8-interpreted", "-128-128-interpreted", "-192-64-interpreted",
+    "-256-32-interpreted", "sink-64-16-interpreted", "sink-128-8-interpreted",
+    "sink-128-128-interpreted", "sink-192-64-interpreted", "sink-256-32-interpreted",
+    "pages-64-16-interpreted", "pages-128-8-interpreted", "pages-128-128-interpreted",
+    "pages-192-64-interpreted", "pages-256-32-interpreted", "sink-pages-64-16-interpreted",
+    "sink-pages-128-8-interpreted", "sink-pages-128-128-interpreted", "sink-pages-192-64-interpreted",
+    "sink-pages-256-32-interpreted",
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize(("columns", "page_tokens"), [(64, 16), (128, 8), (128, 128), (192, 64), (256, 32)])
 @pytest.mark.parametrize("options", [(), ("sink",), ("pages",), ("sink", "pages")], ids="-".join)

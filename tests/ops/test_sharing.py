@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def test_places_are_a_permutation_with_idle_rows_last(rows: int, num_programs: i
     np.testing.assert_array_equal(places[rows:], NUMBERS[rows:])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(lens=st.lists(st.integers(1, 1000), min_size=1, max_size=MOST), num_programs=PROGRAMS)
 def test_shares_of_groups_differ_by_at_most_the_longest_row(lens: list[int], num_programs: int) -> None:

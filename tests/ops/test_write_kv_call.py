@@ -147,7 +147,7 @@ def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -
 
 @slow_cases("mosaic")
 @each_variant
-@backends.in_every_run("xla", "mosaic")
+@backends.in_every_run("mosaic")
 def test_scan_over_stacked_caches(variant: Variant) -> None:
     """Each iteration slices a cache from a stack and writes it to another stack. Slots that are not written are
     unchanged.

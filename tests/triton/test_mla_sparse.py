@@ -12,6 +12,7 @@ from pallas_attn.ops.mla_sparse import triton as module
 from pallas_attn.runtime import device
 from tests.contract.test_mla_sparse import BASE, SparseInputs, attend
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 from tests.triton.test_mla_decode import TRITON
 
 HOPPER = dataclasses.replace(BASE, chosen=(150, 3), top_k=160, heads=64, dtype="bfloat16", scattered=True)
@@ -23,6 +24,7 @@ CASES = {
 }
 
 
+@slow_cases("splits", "splits, some without a slot")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hopper_tiles_and_splits(monkeypatch: pytest.MonkeyPatch, case) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")

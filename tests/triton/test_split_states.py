@@ -10,6 +10,7 @@ import pytest
 from pallas_attn.runtime import device
 from pallas_attn.triton.split_states import EvenSplits, MergeTile, merge_splits
 from tests.contract import backends
+from tests.kit.slow_cases import slow_cases
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
@@ -27,6 +28,7 @@ def merged(monkeypatch: pytest.MonkeyPatch, states: list[np.ndarray], multiproce
     return [np.asarray(x) for x in merge(*map(jnp.asarray, states))]
 
 
+@slow_cases("192")
 @pytest.mark.parametrize("width", [64, 192, pytest.param(512, marks=pytest.mark.slow)])
 def test_small_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The number of splits is no multiple of the number of splits that are loaded together."""

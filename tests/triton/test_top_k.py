@@ -53,8 +53,10 @@ def rows(kind: str) -> np.ndarray:
 
 
 @slow_cases(
-    "ends-100", "few values-4999", "ordinary-4999", "ends-4999", "one value-4999", "few values-100", "few values-1",
-    "one value-1", "one value-100", "a bin-1", "a bin-100", "a bin-4999", "ends-1",
+    "ordinary-100", "ordinary-4999", "few values-1", "few values-100", "few values-4999",
+    "few values-6000", "one value-1", "one value-100", "one value-4999", "a bin-1", "a bin-100",
+    "a bin-4999", "few and none-1", "few and none-100", "few and none-4999", "ends-1", "ends-100",
+    "ends-4999",
 )  # fmt: skip
 @pytest.mark.parametrize("top_k_wanted", [1, 100, 4999, 6000])
 @pytest.mark.parametrize("kind", ["ordinary", "few values", "one value", "a bin", "few and none", "ends"])
@@ -89,6 +91,7 @@ def test_large_top_k_of_long_rows_is_unsupported() -> None:
         select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 
+@slow_cases("14")
 @pytest.mark.parametrize("padding", [2, 14])
 def test_tokens_are_processed_in_portions(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection in portions of 5 tokens is exact. The test patches the limit of a portion. Portions begin and end
