@@ -39,7 +39,7 @@ def found(plugin, how):
     return json.loads(run.stdout)
 
 
-@slow_cases("cuda12")
+@slow_cases("cuda13", "cuda12")
 @pytest.mark.parametrize("plugin", environment.PLUGINS)
 def test_find_sets_the_same_variables_as_importing_mosaic(plugin):
     if reason := environment.missing(plugin):

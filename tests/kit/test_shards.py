@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import shards
+from tests.kit.slow_cases import slow_cases
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "-1/2", "1/2/3"])
@@ -20,6 +21,7 @@ def test_modules_are_assigned_longest_first() -> None:
     assert set(shards.assign(modules, 9).values()) == {0, 1, 2, 3, 4}
 
 
+@slow_cases("3")
 @pytest.mark.parametrize("number", [1, 3])
 def test_shards_cover_all_tests_once(number: int, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(shards.__file__).parents[2]))

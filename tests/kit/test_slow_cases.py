@@ -33,7 +33,6 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
 def test_named_cases_are_slow(run) -> None:
     run('"b", "c"', "-m", "not slow").assert_outcomes(passed=2, deselected=2)
-    run('"b", "c"', "-m", "slow").assert_outcomes(passed=2, deselected=2)
 
 
 def test_unknown_case_is_an_error(run) -> None:

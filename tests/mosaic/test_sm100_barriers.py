@@ -93,7 +93,7 @@ def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
     return len(barriers), [ref for ref in barriers if not orders(ref) and not any(ref is other for other in copied_to)]
 
 
-@slow_cases("sm100-paged-prefill-fp8-token-d128-p16")
+@slow_cases("sm100-ragged-192-128", "sm100-paged-prefill-fp8-token-d128-p16")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
 )

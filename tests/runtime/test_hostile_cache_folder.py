@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.runtime import kernel_cache
+from tests.kit.slow_cases import slow_cases
 from tests.runtime.cache_damages import DAMAGES, UNREADABLE
 from tests.runtime.test_kernel_cache import TRACED, Call, X, Y, cache_folder, forget, run
 
@@ -101,6 +102,7 @@ def test_file_that_others_can_write_is_replaced(kernels: list[Path]) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in kernels} == {0o600}
 
 
+@slow_cases("link to nothing", "zeros", "random bytes")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_replaced(kernels: list[Path], damage: str) -> None:
     for file in kernels:

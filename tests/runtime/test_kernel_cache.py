@@ -31,6 +31,7 @@ import pallas_attn
 from pallas_attn.jax_patches import faster_lowering
 from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
+from tests.kit.slow_cases import slow_cases
 
 CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
 TRACED: list[str] = []
@@ -586,6 +587,7 @@ def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_concurrent_processes(cache_folder: Path) -> None:
     """Three processes lower the same kernels at the same time. All return the correct results, and each kernel has one
     complete file.
@@ -641,6 +643,7 @@ def run_program(program: str, *arguments: str) -> tuple[float, str]:
     return float(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_file_edited_between_import_and_first_call(cache_folder: Path, tmp_path: Path) -> None:
     """The source file of a kernel is edited after its import. The process runs the old kernel with a warning, and does
     not store it under the key of the new source.
@@ -704,6 +707,7 @@ print(out)
 """
 
 
+@slow_cases("-c")
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_function_without_a_file(cache_folder: Path, how: str) -> None:
     """A kernel function that `python -c` or standard input defines has no source file. It is cached in memory only."""

@@ -355,7 +355,7 @@ def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
         assert on_device >= sum(x.nbytes for x in pools) // (TENSOR if case.specs else 1)
 
 
-@slow_cases("auto-reference")
+@slow_cases("auto-reference", "explicit-reference")
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_eager_calls_and_other_implementations(kind: str, implementation: str) -> None:
@@ -431,7 +431,7 @@ def test_program_inside_shard_map_is_unchanged(kind: str, check_vma: bool) -> No
 # --- inside other transformations
 
 
-@slow_cases("explicit-split", "explicit-whole", "auto-whole")
+@slow_cases("auto-whole", "auto-split", "explicit-whole", "explicit-split")
 @pytest.mark.parametrize("over", [None, "data"], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_under_vmap(kind: str, over: str | None) -> None:
