@@ -134,6 +134,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "fused in lanes, int8 per channel, head-wise", "fp8 queries of heads, sinks",
         "draft trees over any head's rows", "draft trees that start tiles",
         "draft trees, windows, absent pages", "draft trees alone", "keys of 512, values of 320",
+        "fp8 per token, windows",
     ],
     xla=[
         "all idle", "all of length 1", "all of maximum length", "absent pages", "windows 1 and ps - 1",
@@ -148,6 +149,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "G 8, width 512, sinks", "keys of 512, values of 320",
         "tokens first, drafts, windows, absent pages", "int8 keys per token, 16-bit values, windows",
         "fp8 values in 4 groups, 16-bit keys, head-wise",
+        "fused, drafts",
     ],
     mosaic=[
         "mixed lengths", "all idle", "windows 1 and ps - 1", "windows ps and ps + 1, a sink token",
