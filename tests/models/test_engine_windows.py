@@ -242,7 +242,7 @@ def test_no_compilation_after_warmup():
     assert under_test.stats().compilations == compiled == 2
 
 
-@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("freezes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_warmup_freezes_objects_only_as_an_option(freezes):
     under_test = make(dataclasses.replace(ENGINES["short of pages"], freeze_objects=freezes))
     before = gc.get_freeze_count()

@@ -1069,7 +1069,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_messages"), [(0, 150), pytest.param(1, 10_000, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("seed", "num_messages"), [(0, 60), pytest.param(1, 10_000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("attack", [attack_decode, attack_prefill], ids=["decode process", "prefill process"])
 def test_fuzz(attack: Callable[[random.Random, Engine, int], dict[str, int]], seed: int, num_messages: int) -> None:

@@ -167,7 +167,7 @@ def test_state_of_a_long_request_is_written_in_several_calls(monkeypatch: pytest
     np.testing.assert_array_equal(dirty.counts, [[7] * V, [7] * V, wanted])
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("tree", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_penalties_count_the_drafts_before_each_input(tree: bool):
     """Two rows with two drafts. In a line, draft 1 follows draft 0; in the tree, both follow the newest token."""
     params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2)

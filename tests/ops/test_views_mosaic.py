@@ -43,8 +43,8 @@ def arguments(kind: str) -> dict[str, Any]:
     return {"q": jnp.ones((2, 1, 4, D), jnp.bfloat16), "kv": kv, "block_tables": tables, "kv_lens": lens}
 
 
-@pytest.mark.parametrize("kind", ["separate", pytest.param("fused", marks=pytest.mark.slow)])
-def test_kernels_run_only_if_they_are_named(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["separate", "fused"])
+def test_kernels_are_chosen_only_if_they_are_named(kind: str) -> None:
     """The kernels have not run on a GPU over these layouts. `explain`, plans and calls without a name choose others."""
     decode = arguments(kind)
     prefill = decode | {"q": decode["q"][:, 0], "cu_q_lens": jnp.arange(3, dtype=jnp.int32)}
@@ -64,6 +64,15 @@ def test_kernels_run_only_if_they_are_named(kind: str) -> None:
         assert "only if it is named" in explained.refused["mosaic"]
         explained = explain("ragged_paged_attention", *step, update_kv_cache=update, implementation="mosaic")
         assert explained.chosen == "mosaic"
+
+
+@pytest.mark.slow  # interprets a kernel
+@pytest.mark.parametrize("kind", ["separate", "fused"])
+def test_calls_run_the_kernels_only_if_they_are_named(kind: str) -> None:
+    decode = arguments(kind)
+    prefill = decode | {"q": decode["q"][:, 0], "cu_q_lens": jnp.arange(3, dtype=jnp.int32)}
+    plan = plan_decode(decode["q"], decode["kv"], decode["block_tables"], decode["kv_lens"])
+    mixed = prefill["q"], None, None, *(prefill[name] for name in ("kv", "kv_lens", "block_tables", "cu_q_lens"))
     with (
         mock.patch.object(decode_kernel, "paged_decode", side_effect=decode_kernel.paged_decode) as decodes,
         mock.patch.object(prefill_kernel, "paged_prefill", side_effect=prefill_kernel.paged_prefill) as prefills,
@@ -89,7 +98,7 @@ def test_pages_of_plans(page_size: int, of_plan: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["separate", "fused", "array"])
+@pytest.mark.parametrize("kind", [pytest.param("separate", marks=pytest.mark.slow), "fused", "array"])
 def test_ragged_paged_attention_writes_and_reads(kind: str) -> None:
     """An array has keys and values alternating, and tables of pages."""
     call = arguments("separate" if kind == "separate" else "fused")

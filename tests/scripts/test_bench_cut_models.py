@@ -235,7 +235,7 @@ def two_layers(monkeypatch):
     monkeypatch.setattr(bench_engine, "CutWork", shortly)
 
 
-@pytest.mark.slow  # test_no_case_starts_after_the_limit also writes a report
+@pytest.mark.slow
 def test_report_of_gemma_is_consistent(two_layers, tmp_path, capsys):
     out = tmp_path / "out.json"
     work = ["--batch", "2", "--contexts", "40", "80", *FAST, "--json", str(out)]
@@ -250,6 +250,7 @@ def test_report_of_gemma_is_consistent(two_layers, tmp_path, capsys):
     assert "2 x 80" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_case_starts_after_the_limit(two_layers, monkeypatch, tmp_path, capsys):
     runner = SimpleNamespace(cache_bytes=0, compile_s=0.0, num_compilations=0), SimpleNamespace(table_pages=1)
     monkeypatch.setattr(cut_models, "runner_of", lambda *_: runner)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pallas_attn.models.llm import LLM, Generation, SamplingParams, StructuredOutputs
+from tests.kit.slow_cases import slow_cases
 from tests.models.llm_case import EOS
 from tests.server.server_case import NAME, Running, events, load, serving
 
@@ -118,6 +119,11 @@ def stream(server: Running, path: str = "/v1/completions", **fields: Any) -> lis
     return events(response.text)
 
 
+# Slow: fields that the server passes on like other fields.
+@slow_cases(
+    *("negative seed", "top_k", "min_p", "stop texts", "eos", "ignore_eos", "allowed_token_ids", "json_object"),
+    *("text", "guided_choice"),
+)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_texts_are_those_of_the_llm(server: Running, expected: dict[str, Generation], name: str) -> None:
     fields = CASES[name][0] | {"return_token_ids": True}

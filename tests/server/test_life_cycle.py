@@ -214,6 +214,7 @@ def test_time_of_a_request(folder: Path, llm: LLM, steps: Steps) -> None:
         server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_time_of_a_request_includes_the_time_of_its_body(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,6 +634,7 @@ class PausedEncoding:
         monkeypatch.setattr(Tokenizer, "encode", paused)
 
 
+@pytest.mark.slow
 def test_stop_gives_the_grace_time_to_requests_that_are_prepared(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
