@@ -167,8 +167,8 @@ class Engine:
 
         Raises:
           ValueError: an empty prompt, token ids that are not integers or not in the vocabulary, a request_id in use, an
-            argument of the wrong type, or `params` with a parameter that needs a tokenizer (see `SamplingParams`).
-            Nothing is queued.
+            argument of the wrong type, a receiver of another engine, or `params` with a parameter that needs a
+            tokenizer (see `SamplingParams`). Nothing is queued.
         """
         return self._add(
             prompt_ids, params, request_id, salt, on_token, incoming=incoming, token_filter=token_filter
@@ -194,6 +194,7 @@ class Engine:
         """
         request_id = self._requests.new_id(request_id)
         check_types(on_token, incoming, token_filter)
+        rank = None if incoming is None else self._transfers.rank_of(incoming)
         vocab_size, eos_token_ids = self._model_config.vocab_size, self._model_config.eos_token_ids
         ids = checked_ids("prompt_ids", prompt_ids, vocab_size)
         request = Request(request_id, ids, params, salt, token_filter)
@@ -201,7 +202,7 @@ class Engine:
         tracked = TrackedRequest(request, self._runner.now(), on_token, is_owned=own is not None)
         with self._changing():
             try:
-                self._ranks.add(request)
+                self._ranks.add(request, rank)
             except RequestRefused as refusal:
                 tracked.refusal = str(refusal)
             if own is not None:
@@ -517,7 +518,8 @@ class Engine:
     def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], *, salt: str = "") -> IncomingPages:
         """Make a receiver for the pages of a prompt that another engine computes, to be passed to `add_request` as
         `incoming`; see `EngineTransfers.receive_pages`."""
-        return self._transfers.receive_pages(tokens, made_for, salt)
+        num_unfinished = [scheduler.num_unfinished for scheduler in self._ranks.schedulers]
+        return self._transfers.receive_pages(tokens, made_for, salt, num_unfinished)
 
     def compile_page_writes(self) -> None:
         """Compile the programs with which receivers of `receive_pages` write pages. Call it before `warmup`. Otherwise,

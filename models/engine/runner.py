@@ -30,7 +30,8 @@ from pallas_attn.models.engine.config import Bucket, RunnerConfig
 from pallas_attn.models.engine.distributed.processes import Processes
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cache_rows import CacheRows
-from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
+from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat
+from pallas_attn.models.engine.kv_transfer.row_copies import GroupRows, warm_up_rows
 from pallas_attn.models.engine.logit_edits import EditState, pack_writes, write_size, write_slot
 from pallas_attn.models.engine.request import RowFlags
 from pallas_attn.models.engine.speculation.step import (
@@ -127,8 +128,9 @@ class Runner:
     def _long_steps(self, model: Decoder) -> LayeredStep | None:
         """Return how long steps are split into several programs; None if they are single programs."""
         config = self._config
-        # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
-        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
+        # One program per step in these cases: a proposer drafts and observes around the whole step; steps of several
+        # processes, and prompt logits that all of them read, need a single program; and batch-invariant steps must all
+        # be the same program. A mesh of one process could split long steps, but that has not been measured.
         is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
         num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
         return None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
@@ -222,14 +224,26 @@ class Runner:
         self._caches = self._rows.write(self._caches, group, rows, contents, rank)
 
     def write_layer(
-        self, group: GroupSizes, layer: int, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
+        self,
+        group: GroupSizes,
+        layer: int,
+        rows: Int32[np.ndarray, "n"],
+        contents: Mapping[str, np.ndarray],
+        rank: int = 0,
     ) -> None:
-        """Write page rows of one layer. The model must be on one device.
+        """Write page rows of one layer. Steps that are launched after this call read the new contents.
 
         If this raises, the caches may be invalid: call `reset`.
+
+        Args:
+          group: cache group of the layer.
+          layer: index of the layer.
+          rows: indices of the page rows in the pool of the data rank.
+          contents: contents of the rows, [n, ...], by name of the array, for example "k".
+          rank: data rank that owns the pool.
         """
         self._allocate()
-        self._caches = self._rows.write_layer(self._caches, group, layer, rows, contents)
+        self._caches = self._rows.write_layer(self._caches, group, layer, rows, contents, rank)
 
     # --- weights
 
@@ -413,17 +427,22 @@ class Runner:
     def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
         """Compile the buckets with prompts for `launch` with `on_layer`, and the copies of page rows. On a GPU
         everything runs twice at the end, as in `compile`."""
-        layered, groups = self._layered, self._config.groups or ()
+        layered = self._layered
         if layered is None:
             raise ValueError("buckets: `cut_steps` must be called before")
         new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in self._copied]
         if new:
             with self._timing():
                 self._programs.compile({b: layered for b in new if b not in layered.compiled}, self._state())
-                warm_up_rows(self._caches, groups, layered.layer_ranges)
+                warm_up_rows(self._caches, self._first_rows, layered.layer_ranges)
                 self._warm_up()
                 self._copied |= {*new}
         return layered
+
+    def _first_rows(self, count: int) -> Mapping[int, GroupRows]:
+        """Return, for each layer, the number of the first page row of every data rank, `count` times."""
+        of_ranks = [np.zeros((count,), np.int32)] * self._num_ranks
+        return self._rows.on_devices([of_ranks] * len(self._config.groups or ()))
 
     def warm_up(self) -> None:
         """On a GPU, run all compiled steps without rows, which records the CUDA graphs that XLA dropped when it loaded
@@ -449,7 +468,7 @@ class Runner:
         plans: Sequence[StepPlan | None],
         all_logits: bool = False,
         *,
-        rows: Sequence[np.ndarray] = (),
+        rows: Sequence[Sequence[Int32[np.ndarray, "_"]]] = (),
         on_layer: OnLayer | None = None,
     ) -> StepResult:
         """Start a step and return without waiting for it. The device runs steps in launch order.
@@ -461,9 +480,9 @@ class Runner:
         Args:
           plans: plan of each data rank; None for a rank without rows. At least one has rows.
           all_logits: whether to return the logits of all prefill tokens.
-          rows: int32 page rows of each cache group, to be copied layer by layer.
+          rows: page rows of each cache group and each data rank, to be copied layer by layer.
           on_layer: function that receives these copies; None to run the forward pass without copies. It requires one
-            device, no drafts, and `cut_steps`.
+            process, no drafts, and `cut_steps`.
         """
         bucket, shared_pages = self._choose(plans, all_logits)
         copy, last = None, range(0)
@@ -472,7 +491,7 @@ class Runner:
             forward = self._programs.forward[bucket]
         else:
             step = self.compile_layers([bucket]).compiled[bucket]
-            copy, last = copying_rows(rows, self._config.groups or (), on_layer), step.layer_ranges[-1]
+            copy, last = copying_rows(self._rows.on_devices(rows), on_layer), step.layer_ranges[-1]
             forward = functools.partial(step, on_program=copy)
         packed, writes = self._pack(bucket, plans, shared_pages), self._slot_writes(plans)
         read: Callable[[Array], np.ndarray] = np.asarray

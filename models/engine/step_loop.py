@@ -23,6 +23,8 @@ together. Without data parallelism there is one data rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pallas_attn.models.engine.distributed.data_ranks import DataRanks
 from pallas_attn.models.engine.kv_transfer.engine_transfers import EngineTransfers
 from pallas_attn.models.engine.outputs import RequestId
@@ -121,14 +123,28 @@ class StepLoop:
         return LaunchedStep(result, planned_s, self._runner.now(), cached, used)
 
     def _schedule(self) -> tuple[StepPlan | None, ...] | None:
-        """Plan a step. If arriving pages occupy all free pages, so that no request can run, release them first."""
+        """Plan a step. If arriving pages occupy all free pages of a data rank, so that none of its requests can run,
+        release them."""
         plans = self._ranks.schedule()
         self._transfers.remove_closed()
-        if plans is None and self._transfers.incoming and self._launched is None and self._ranks.has_unfinished:
-            self._transfers.give_up_incoming()
+        stuck = {incoming.rank for incoming in self._transfers.incoming} & self._idle_ranks(plans)
+        for rank in stuck:
+            self._transfers.give_up_incoming(rank)
+        if plans is None and stuck:
             plans = self._ranks.schedule()
         self._transfers.close_found()
         return plans
+
+    def _idle_ranks(self, plans: Sequence[StepPlan | None] | None) -> set[int]:
+        """Return the data ranks with unfinished requests that have rows neither in this step nor in the last one."""
+        schedulers = self._ranks.schedulers
+        no_rows = [None] * len(schedulers)
+        launched = no_rows if self._launched is None else self._launched.result.plans
+        return {
+            rank
+            for rank, (planned, last) in enumerate(zip(plans or no_rows, launched, strict=True))
+            if planned is None and last is None and schedulers[rank].has_unfinished
+        }
 
     def _sample(self, step: LaunchedStep) -> None:
         """Compute the token masks of a step and start its sampling. End the requests whose token filter failed."""

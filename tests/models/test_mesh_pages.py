@@ -1,19 +1,34 @@
-"""Page export and import on a mesh: pages can be exchanged between device layouts, and tokens do not change."""
+"""Page transfer on a mesh: pages can be exchanged between device layouts, whole or layer by layer, and tokens do not
+change."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn.models.config import ModelConfig
-from pallas_attn.models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from pallas_attn.models.engine import (
+    CachedPages,
+    Engine,
+    EngineConfig,
+    IncomingPages,
+    RemotePrefill,
+    SamplingParams,
+    WrittenLayer,
+)
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, padded
+from tests.models.test_hand_over import served
 from tests.models.test_mesh import FULL_HEADS, LATENT, WINDOWED, Sizes, devices_of, model
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 PARAMS = SamplingParams(max_tokens=8)
 SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4)
@@ -149,12 +164,179 @@ def test_rows_of_windowed_heads_need_the_same_split():
 
 
 @pytest.mark.slow
-def test_other_weights_and_incoming_layers_are_rejected():
+def test_other_weights_are_rejected():
     one, _ = computed("latents")
     split, _ = computed("latents", 2)
     pages = one.export_prefix_cache()
     other = dataclasses.replace(pages, made_for={**pages.made_for, "weights": "others"})
     with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got weights of 'others'"):
         split.import_pages(other)
-    with pytest.raises(NotImplementedError, match="mesh: pages can arrive layer by layer only on one device"):
-        split.receive_pages(PROMPTS[4], split.cache_format)
+
+
+# --- layer by layer
+
+SALTS = (f"transfer {number}" for number in itertools.count())
+"""Salts of transfers. Requests find only pages with their own salt, so tests can share engines."""
+
+
+@functools.cache
+def transferring(kind: str, devices: Sizes | None) -> Engine:
+    """Return an engine for transfers layer by layer, which tests share because its compilation takes longer than a
+    test."""
+    return make(kind, devices)
+
+
+def layers_of(engine: Engine, prompts: Sequence[Sequence[int]], *, fails: bool = False) -> list[WrittenLayer]:
+    """Return the reports of written layers of an engine that computes prompts. The ids of the requests are "prompt 0",
+    "prompt 1" and so on.
+
+    Args:
+      engine: the engine.
+      prompts: the prompts.
+      fails: whether the first step fails between its two layers.
+    """
+    told = list[WrittenLayer]()
+    feed, salt, failures = engine.watch_written(told.append, pieces=2), next(SALTS), 0
+    add = feed.add
+
+    def failing(step: Any, layer: int, copies: Any) -> None:
+        if fails and step.number == 0 and layer == 1:
+            raise MemoryError("no memory")
+        add(step, layer, copies)
+
+    feed.add = failing
+    ids = [f"prompt {number}" for number in range(len(prompts))]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        engine.add_request(prompt, SamplingParams(max_tokens=1), request_id=request_id, salt=salt)
+    while engine.has_unfinished:
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+    assert failures == fails
+    feed.wait(60)
+    feed.close()
+    for request_id in ids:
+        engine.forget(request_id)
+    return told
+
+
+def received(
+    engine: Engine, prompts: Sequence[Sequence[int]], told: Sequence[WrittenLayer], salt: str
+) -> list[IncomingPages]:
+    """Write the layers of prompts into the caches of an engine."""
+    incoming = {
+        f"prompt {number}": engine.receive_pages(prompt, engine.cache_format, salt=salt)
+        for number, prompt in enumerate(prompts)
+    }
+    for written in told:
+        for chunk in written.chunks:
+            arguments = written.step, written.layer, chunk.first_page, chunk.rows, written.contents
+            incoming[str(chunk.request_id)].write(*arguments)
+    return [*incoming.values()]
+
+
+def continued(engine: Engine, prompts: Sequence[Sequence[int]], incoming: Sequence[IncomingPages], salt: str) -> Any:
+    """Return the outputs of requests that use received pages. Check that no page stays allocated."""
+    given = zip(prompts, incoming, strict=True)
+    ids = [engine.add_request(prompt, PARAMS, incoming=pages, salt=salt) for prompt, pages in given]
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats().used_pages == 0
+    for pools, cache in zip(engine._pools, engine._prefix_caches, strict=True):
+        pools.check()
+        cache.check()
+    return [engine.output(i) for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sender", "receiver"),
+    [
+        ("heads", 2, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("heads, int8", None, 2),
+                ("heads, int8", 2, "data=2"),
+                ("heads, int8", "data=2,tensor=2", None),
+                ("heads", None, "data=2,tensor=2"),
+                ("heads", "context=2,tensor=2", "data=2,tensor=2"),
+                ("heads", "data=2,tensor=2", 4),  # two devices have copies of each KV head
+                ("latents", "data=2,expert=4", "data=2,context=2"),
+                ("windows", 2, 2),
+            )
+        ),
+    ],
+)
+def test_layers_are_exchanged_between_layouts(kind: str, sender: Sizes | None, receiver: Sizes | None):
+    """Tokens of an engine that receives pages layer by layer equal the tokens of one device without transfer."""
+    source = transferring(kind, sender)
+    told, salt = layers_of(source, PROMPTS), next(SALTS)
+    expected = computed(kind, receiver if kind == "windows" else None)[1]
+    target = transferring(kind, receiver)
+    target.compile_page_writes()
+    assert target.cache_format == source.cache_format
+    incoming = received(target, PROMPTS, told, salt)
+    assert [pages.num_tokens for pages in incoming] == [len(prompt) // 4 * 4 for prompt in PROMPTS]
+    ranks = [pages.rank for pages in incoming]
+    assert {*ranks} == {*range(len(target._pools))}  # the prompts are divided among the data ranks
+    outputs = continued(target, PROMPTS, incoming, salt)
+    assert [output.output_ids for output in outputs] == expected
+    assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_layers_of_a_failed_step_are_discarded_on_a_mesh():
+    """The sender reports the first layer of a step that then fails. The receiver writes it, and discards it when the
+    next step begins."""
+    kind, prompts, salt = "heads", [PROMPTS[4], PROMPTS[5]], next(SALTS)
+    told = layers_of(transferring(kind, "data=2,tensor=2"), prompts, fails=True)
+    assert [(written.step, written.layer) for written in told[:3]] == [(0, 0), (1, 0), (1, 1)]
+    lost = dataclasses.replace(told[0], contents={name: array + 1 for name, array in told[0].contents.items()})
+    target = transferring(kind, 2)
+    [unfinished] = received(target, prompts[:1], [_of_prompt(lost, 0)], salt)
+    assert unfinished.num_tokens == 0
+    assert target._prefix_caches[0].lookup(PROMPTS[4], salt)[0].shape[1] == 0
+    unfinished.close()
+    outputs = continued(target, prompts, received(target, prompts, [lost, *told[1:]], salt), salt)
+    assert [output.output_ids for output in outputs] == computed(kind)[1][4:]
+    assert [output.cached_tokens for output in outputs] == [48, 36]
+
+
+def _of_prompt(written: WrittenLayer, number: int) -> WrittenLayer:
+    chunks = tuple(chunk for chunk in written.chunks if chunk.request_id == f"prompt {number}")
+    return dataclasses.replace(written, chunks=chunks)
+
+
+@pytest.mark.slow
+def test_held_pages_of_a_data_rank_are_released_if_its_requests_cannot_run():
+    """Received pages fill one data rank. A request on this rank runs, although requests of the other rank run, too."""
+    sizes = dataclasses.replace(SIZES, mesh=devices_of("data=2"), num_pages=14)
+    target, salt = Engine(model(FULL_HEADS, "data=2"), padded(sizes)), next(SALTS)
+    told = layers_of(transferring("heads", 2), [PROMPTS[4]])
+    [incoming] = received(target, [PROMPTS[4]], told[:4], salt)
+    assert (incoming.rank, incoming.num_tokens) == (0, 32)
+    ids = [target.add_request(PROMPTS[4][::-1], SamplingParams(max_tokens=3)) for _ in range(2)]  # 13 pages per request
+    while target.has_unfinished:
+        target.step()
+    assert [len(target.output(i).output_ids) for i in ids] == [3, 3]
+    assert incoming.is_lost
+
+
+@pytest.mark.slow
+def test_prefill_process_on_a_mesh():
+    engine = transferring("heads", None)
+    with served(make("heads", "data=2,tensor=2")) as transport:
+        remote = RemotePrefill(engine, transport)
+        outputs = remote.generate(PROMPTS, PARAMS)
+        remote.close()
+    assert [output.output_ids for output in outputs] == computed("heads")[1]
+    assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
+
+
+def test_receiver_of_another_engine_is_rejected():
+    first, second = transferring("heads", None), make("heads", None)
+    incoming = first.receive_pages(PROMPTS[4], first.cache_format)
+    with pytest.raises(ValueError, match="incoming: expected a receiver of this engine, got a receiver of another"):
+        second.add_request(PROMPTS[4], incoming=incoming)
+    incoming.close()

@@ -17,9 +17,10 @@ class DataRanks:
     """Assigns requests to ranks; each rank has a scheduler. An engine without data parallelism has one rank.
 
     A new request goes to the rank with the fewest unfinished requests; among equals, to the rank with the longest
-    cached prefix of the prompt; among equals, to the first rank. It stays on this rank, which has its pages;
-    `requeue_all` assigns it again after the pages were lost. The assignment uses no random numbers and no measured
-    times, so that equal calls give equal assignments in all processes.
+    cached prefix of the prompt; among equals, to the first rank. The caller of `add` can also specify the rank. A
+    request stays on its rank, which has its pages; `requeue_all` assigns it again after the pages were lost. The
+    assignment uses no random numbers and no measured times, so that equal calls give equal assignments in all
+    processes.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
@@ -59,8 +60,11 @@ class DataRanks:
         """Sums of `Scheduler.used_rows` over all ranks."""
         return tuple(map(sum, zip(*(scheduler.used_rows for scheduler in self.schedulers), strict=True)))
 
-    def add(self, request: Request) -> None:
-        """Queue a new request on a rank; raises as `Scheduler.add`."""
+    def add(self, request: Request, rank: int | None = None) -> None:
+        """Queue a new request on a rank, None to choose the rank; raises as `Scheduler.add`."""
+        if rank is not None:
+            self.schedulers[rank].add(request)
+            return
         fewest = min(scheduler.num_unfinished for scheduler in self.schedulers)
         idle = [scheduler for scheduler in self.schedulers if scheduler.num_unfinished == fewest]
         chosen = idle[0] if len(idle) == 1 else max(idle, key=lambda scheduler: scheduler.cached_pages(request))

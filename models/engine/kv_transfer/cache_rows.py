@@ -25,6 +25,7 @@ from pallas_attn.models.decoder.caches import cache_spec
 from pallas_attn.models.engine.config import RunnerConfig
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import RowFormat, digest_of, read_rows, write_layer, write_rows
+from pallas_attn.models.engine.kv_transfer.row_copies import GroupRows
 from pallas_attn.models.engine.kv_transfer.split_rows import SplitRows
 from pallas_attn.models.engine.kv_transfer.weight_digest import weight_digest
 
@@ -111,8 +112,9 @@ class CacheRows:
         layer: int,
         rows: Int32[np.ndarray, "n"],
         contents: Mapping[str, np.ndarray],
+        rank: int,
     ) -> Caches:
-        """Write page rows of one layer in place, and return the new caches. Not available on a mesh.
+        """Write page rows of one layer in place, and return the new caches.
 
         Args:
           caches: caches of all layers.
@@ -120,9 +122,29 @@ class CacheRows:
           layer: index of the layer.
           rows: row numbers.
           contents: contents of the rows, [n, ...], by name of the array, for example "k".
+          rank: see `read`.
         """
-        cache = write_layer(caches[layer], group.head_wise, rows, contents)
+        split = self._split_of(group)
+        if split is None:
+            cache = write_layer(caches[layer], group.head_wise, rows, contents)
+        else:
+            cache = split.write_layer(caches[layer], group.head_wise, rows, contents, rank)
         return (*caches[:layer], cache, *caches[layer + 1 :])
+
+    def on_devices(self, rows: Sequence[Sequence[Int32[np.ndarray, "_"]]]) -> dict[int, GroupRows]:
+        """Copy row numbers to the devices, for copies of page rows to the host.
+
+        Args:
+          rows: for each cache group and each data rank, row numbers.
+
+        Returns:
+          For each layer with a cache, the rows of its cache group.
+        """
+        of_layers: dict[int, GroupRows] = {}
+        for group, of_ranks in zip(self._config.groups or (), rows, strict=True):
+            on_devices = GroupRows.of(of_ranks, head_wise=group.head_wise, split=self._split_of(group))
+            of_layers |= dict.fromkeys(group.layers, on_devices)
+        return of_layers
 
     def _split_of(self, group: GroupSizes) -> SplitRows | None:
         """Return the conversion of the rows of a cache group; None without a mesh. Groups may differ in KV heads."""

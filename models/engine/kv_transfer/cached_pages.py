@@ -15,7 +15,6 @@ Terms:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -396,87 +395,6 @@ def write_rows(
     return with_paged(caches, group.layers, arrays)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CopiedRows:
-    """A running copy to the host of page rows of one cache array. One transfer contains several layers.
-
-    Attributes:
-      stacked: contents of all layers of the transfer, [layers, padded rows, ...].
-      place: index of the layer in `stacked`.
-      count: number of rows without padding.
-    """
-
-    stacked: jax.Array
-    place: int
-    count: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the layer's rows in bytes, including padding."""
-        return self.stacked.nbytes // self.stacked.shape[0]
-
-    def read(self) -> np.ndarray:
-        """Wait for the copy and return the layer's rows, a view of `stacked`."""
-        return np.asarray(self.stacked)[self.place, : self.count]
-
-
-type RowCopies = list[dict[str, CopiedRows]]
-"""Copies of a layer's page rows: for each chunk of rows, the copies by name of the array."""
-
-
-type DeviceRows = list[tuple[int, jax.Array]]
-"""Row numbers on the device, in chunks. A chunk is the number of rows without padding, and int32 [padded rows]."""
-
-
-def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
-    """Copy the row numbers of a cache group to the device."""
-    chunks = list(_by_size(rows, 0))
-    on_device = jax.device_put([chunk for _, chunk in chunks])
-    return [(min(len(chunk), len(rows) - start), sent) for (start, chunk), sent in zip(chunks, on_device, strict=True)]
-
-
-def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowCopies]:
-    """Copy page rows of some layers on the device, and start the transfer of the copies to the host.
-
-    Later steps do not affect the copies. The layers of a cache group are stacked in one array, because starting a
-    transfer takes the host as long as launching a kernel.
-
-    Args:
-      caches: caches of the layers.
-      of_layers: for each layer, the row numbers of its cache group, and whether the group is head-wise. All layers of a
-        group must have the same list object.
-
-    Returns:
-      The copies of each layer.
-    """
-    copies: list[RowCopies] = [[{} for _ in rows] for rows, _ in of_layers]
-    groups: dict[tuple[int, str], list[int]] = {}
-    for place, ((rows, _), cache) in enumerate(zip(of_layers, caches, strict=True)):
-        for name in _paged_arrays(cache):
-            groups.setdefault((id(rows), name), []).append(place)
-    for (_, name), places in groups.items():
-        rows, head_wise = of_layers[places[0]]
-        arrays = [_paged_arrays(caches[place])[name] for place in places]
-        for part, (count, numbers) in enumerate(rows):
-            stacked = _sent_to_host(_gather_stacked(arrays, numbers, head_wise))
-            for n, place in enumerate(places):
-                copies[place][part][name] = CopiedRows(stacked, n, count)
-    return copies
-
-
-def _sent_to_host(array: jax.Array) -> jax.Array:
-    """Start a copy to the host and return the array that will hold it.
-
-    The copy goes to pinned host memory if the device has it: writing pinned memory by DMA is several times as fast as
-    writing pageable memory.
-    """
-    kinds = {memory.kind for device in array.devices() for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        array.copy_to_host_async()
-        return array
-    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
-
-
 def write_layer(
     cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
 ) -> LayerCache:
@@ -488,25 +406,14 @@ def write_layer(
       rows: row numbers.
       contents: contents of the rows, [n, ...], by name of the array, for example "k".
     """
-    arrays = _paged_arrays(cache)
-    for start, chunk in _by_size(rows, np.iinfo(np.int32).max):
+    arrays = paged_arrays(cache)
+    for start, chunk in by_size(rows, np.iinfo(np.int32).max):
         new = {name: padded(contents[name][start : start + len(chunk)], len(chunk)) for name in arrays}
         arrays = _scatter(arrays, chunk, new, head_wise)
     return with_arrays(cache, arrays)
 
 
-def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], layer_ranges: Sequence[range]) -> None:
-    """Compile `gather_layers` for all padded numbers of rows and for all ranges of layers that are copied together."""
-    for size in (2**n for n in range(ROWS_PER_COPY.bit_length())):
-        of_layers = {}
-        for group in groups:
-            rows = rows_on_device(np.zeros((size,), np.int32))
-            of_layers |= dict.fromkeys(group.layers, (rows, group.head_wise))
-        for layers in (layers for layers in layer_ranges if layers.start in of_layers):
-            gather_layers(caches[layers.start : layers.stop], [of_layers[layer] for layer in layers])
-
-
-def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
+def by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
     """Split row numbers into chunks of ROWS_PER_COPY. Yield the index of the first row of each chunk, and the chunk.
 
     The last chunk is padded with `padding` to a power of two, so that few programs are compiled.
@@ -517,14 +424,14 @@ def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, 
         yield start, np.pad(chunk, (0, size - len(chunk)), constant_values=padding).astype(np.int32)
 
 
-def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
+def paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
     """Return the arrays of a layer that consist of page rows, by name. Static scales are left out."""
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
 def paged(caches: Caches, group: GroupSizes) -> dict[str, jax.Array]:
     """Return the arrays of a cache group that consist of page rows, by "layer.array"."""
-    of_layers = {layer: _paged_arrays(caches[layer]) for layer in group.layers}
+    of_layers = {layer: paged_arrays(caches[layer]) for layer in group.layers}
     return {f"{i}.{name}": a for i, arrays in of_layers.items() for name, a in arrays.items() if group.has_array(name)}
 
 
@@ -558,8 +465,8 @@ def gather_rows(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) 
     return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
 
 
-@functools.partial(jax.jit, static_argnames="head_wise")
-def _gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: bool) -> jax.Array:
+def gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: bool) -> jax.Array:
+    """Read page rows of cache arrays of equal shapes on the device, [arrays, rows, ...]."""
     return jnp.stack([_rows_of(array, head_wise)[rows] for array in arrays])
 
 

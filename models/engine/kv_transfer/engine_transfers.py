@@ -234,13 +234,20 @@ class EngineTransfers:
 
     # --- pages that arrive from another engine
 
-    def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], salt: str) -> IncomingPages:
+    def receive_pages(
+        self, tokens: Sequence[int], made_for: Mapping[str, Any], salt: str, num_unfinished: Sequence[int] = (0,)
+    ) -> IncomingPages:
         """Make a receiver for the pages of a prompt that another engine computes. The pages arrive layer by layer.
+
+        The engines may run on different meshes. On several data ranks, the pages are written into the caches of one
+        rank: the rank with the fewest unfinished requests and open receivers without a request. The request of the
+        prompt runs on this rank.
 
         Args:
           tokens: token ids of the prompt.
           made_for: `cache_format` of the other engine.
           salt: salt of the request.
+          num_unfinished: number of unfinished requests of each data rank.
 
         Returns:
           The receiver of the pages. Pass it to `Engine.add_request` as `incoming`, or close it.
@@ -248,15 +255,11 @@ class EngineTransfers:
         Raises:
           ValueError: `made_for` differs from this engine's `cache_format`; `tokens` has invalid ids or is longer than
             `Engine.max_sequence_len`; or the engine was made without a prefix cache.
-          NotImplementedError: the engine runs on a mesh, or a layer of the model is in several cache groups
+          NotImplementedError: the engine runs as several processes, or a layer of the model is in several cache groups
             (DeepSeek-V4).
         """
         self._check_layers()
-        if self._config.mesh is not None:
-            raise NotImplementedError(
-                "mesh: pages can arrive layer by layer only on one device; import_pages works on a mesh"
-            )
-        (cache,) = self.intact_prefix_caches()
+        caches = self.intact_prefix_caches()
         check_field("made_for", made_for, ObjectOf())
         if (unlike := difference(made_for, self.cache_format)) is not None:
             raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
@@ -264,7 +267,11 @@ class EngineTransfers:
         ids = checked_ids("tokens", tokens, self._vocab_size)
         if len(ids) > self._max_len:
             raise ValueError(f"tokens: expected at most {self._max_len}, got {len(ids)}")
-        incoming = IncomingPages(ids, salt, self._groups, self._pools[0], cache, self._runner, self._changing)
+        queued = [incoming for _, incoming in self.awaited]
+        unqueued = [one.rank for one in self.incoming if one.is_open and one not in queued]
+        rank = min(range(len(caches)), key=lambda rank: num_unfinished[rank] + unqueued.count(rank))
+        pools = self._pools[rank]
+        incoming = IncomingPages(ids, salt, self._groups, pools, caches[rank], self._runner, self._changing, rank)
         self.incoming.append(incoming)
         return incoming
 
@@ -276,16 +283,29 @@ class EngineTransfers:
             for layer, arrays in self._runner.row_format(group).of_layers().items():
                 contents = {name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in arrays.items()}
                 with self._changing():
-                    self._runner.write_layer(group, layer, rows, contents)
+                    self._runner.write_layer(group, layer, rows, contents, rank=0)
+
+    def rank_of(self, incoming: IncomingPages) -> int | None:
+        """Return the data rank that holds the pages of a receiver; None if the receiver is closed.
+
+        Raises:
+          ValueError: the receiver belongs to another engine.
+        """
+        if not incoming.is_open:
+            return None
+        if incoming not in self.incoming:
+            raise ValueError("incoming: expected a receiver of this engine, got a receiver of another engine")
+        return incoming.rank
 
     def remove_closed(self) -> None:
         """Remove closed receivers from `incoming`."""
         self.incoming = [incoming for incoming in self.incoming if incoming.is_open]
 
-    def give_up_incoming(self) -> None:
-        """Release the page rows of all receivers in `incoming`."""
+    def give_up_incoming(self, rank: int) -> None:
+        """Release the page rows of all receivers of a data rank in `incoming`."""
         for incoming in self.incoming:
-            incoming.lose()
+            if incoming.rank == rank:
+                incoming.lose()
 
     def close_found(self) -> None:
         """Close the receivers of requests that have been admitted or have ended."""
@@ -322,8 +342,8 @@ class EngineTransfers:
 
         Raises:
           ValueError: the engine already has an open feed, or an argument has the wrong type or value.
-          NotImplementedError: the engine runs on a mesh, with drafts, or with batch-invariant steps; or a layer of the
-            model is in several cache groups (DeepSeek-V4).
+          NotImplementedError: the engine runs as several processes, with drafts, or with batch-invariant steps; or a
+            layer of the model is in several cache groups (DeepSeek-V4).
         """
         self._check_watch(consumer, max_bytes, pieces)
         self._runner.cut_steps(pieces)
@@ -338,7 +358,7 @@ class EngineTransfers:
             consumer,
             [groups[layer] for layer in layers],
             [row_bytes[layer] for layer in layers],
-            self._pools[0],
+            self._pools,
             max_bytes,
         )
         return self.feed
@@ -352,8 +372,8 @@ class EngineTransfers:
         self._check_layers()
         if self.is_watched:
             raise ValueError("consumer: the engine already has an open feed; close it first")
-        if self._config.mesh is not None:
-            raise NotImplementedError("mesh: only steps on one device can be launched layer by layer")
+        if spans_processes(self._config.mesh):
+            raise NotImplementedError("processes: pages on devices of other processes cannot be read")
         if self._config.speculate is not None:
             raise NotImplementedError("speculate: proposers need whole steps, not steps launched layer by layer")
         if self._config.batch_invariant:
@@ -376,7 +396,7 @@ class EngineTransfers:
         after each program.
         """
         feed = self.feed
-        step = None if feed is None else feed.plan(plans[0])
+        step = None if feed is None else feed.plan(plans)
         if feed is None or step is None:
             return self._runner.launch(plans, capture_logits)
         on_layer = functools.partial(feed.add, step)

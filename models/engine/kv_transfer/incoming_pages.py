@@ -56,9 +56,10 @@ class IncomingPages:
         prefix_cache: PrefixCache,
         runner: Runner,
         changing: Callable[[], contextlib.AbstractContextManager[None]],
+        rank: int,
     ):
         self._groups, self._pools, self._prefix_cache = tuple(groups), pools, prefix_cache
-        self._runner, self._changing = runner, changing
+        self._runner, self._changing, self._rank = runner, changing, rank
         num_pages = len(tokens) // pools.page_size
         self._last_page = (len(tokens) - 1) // pools.page_size  # a request always computes the last token's page
         self._tokens, self._salt = tuple(tokens[: num_pages * pools.page_size]), salt
@@ -71,6 +72,11 @@ class IncomingPages:
         self._chunk: _Chunk | None = None
         self._last_step = -1  # newest step from which a layer has arrived
         self._open, self._lost = True, False
+
+    @property
+    def rank(self) -> int:
+        """Data rank whose caches get the pages; 0 without data parallelism."""
+        return self._rank
 
     @property
     def is_open(self) -> bool:
@@ -128,7 +134,7 @@ class IncomingPages:
                 return
             given = own != PAGE_NONE
             new = {name: array[rows[given]] for name, array in contents.items()}
-            self._runner.write_layer(self._groups[self._of_layer[layer]], layer, own[given], new)
+            self._runner.write_layer(self._groups[self._of_layer[layer]], layer, own[given], new, self._rank)
             chunk.next_layer += 1
             if chunk.next_layer == len(self._of_layer):
                 self._publish(chunk)

@@ -17,7 +17,8 @@ devices. Engines with head-wise groups can exchange pages only if they have the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +28,18 @@ from jaxtyping import Int32
 
 from pallas_attn import parallel
 from pallas_attn.models.config import DeepSeekConfig, DeepseekV4Config, ModelConfig
-from pallas_attn.models.decoder import Caches, over_mesh, specs_of
+from pallas_attn.models.decoder import Caches, LayerCache, over_mesh, specs_of, with_arrays
 from pallas_attn.models.decoder.mesh import AXES, COLUMNS, CONTEXT, DATA, HEADS, num_devices, splits_heads
 from pallas_attn.models.engine.group_sizes import GroupSizes
 from pallas_attn.models.engine.kv_transfer.cached_pages import (
     ROWS_PER_COPY,
+    by_size,
     gather_rows,
+    gather_stacked,
     in_chunks,
     padded,
     paged,
+    paged_arrays,
     scatter_rows,
     with_paged,
 )
@@ -63,6 +67,11 @@ class SplitRows:
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @property
+    def of_ranks(self) -> NamedSharding:
+        """Placement of arrays with a part for each data rank."""
+        return NamedSharding(self._mesh, PartitionSpec(DATA))
+
+    @property
     def _owners(self) -> range:
         """Indices, among the devices that heads are split over, of devices that together have every KV head once."""
         return range(1) if self._heads is None else range(0, self._heads.devices, self._heads.copies)
@@ -83,7 +92,13 @@ class SplitRows:
         chunks = in_chunks(rows, 0) or [np.zeros(ROWS_PER_COPY, np.int32)]
         gather = self._over_devices(gather_rows, arrays, head_wise)
         gathered = [gather(arrays, chunk) for chunk in chunks]  # start all copies before reading one
-        joined = [{name: self._joined(array, head_wise, rank) for name, array in chunk.items()} for chunk in gathered]
+        of_rank = [{name: self.shards(array, rank) for name, array in chunk.items()} for chunk in gathered]
+        for shard in itertools.chain.from_iterable(shards for chunk in of_rank for shards in chunk.values()):
+            shard.copy_to_host_async()
+        joined = [
+            {name: self.join([np.asarray(shard) for shard in shards], head_wise) for name, shards in chunk.items()}
+            for chunk in of_rank
+        ]
         return {name: np.concatenate([chunk[name] for chunk in joined])[: len(rows)] for name in arrays}
 
     def write(
@@ -95,30 +110,84 @@ class SplitRows:
         rank: int,
     ) -> Caches:
         """Write page rows of a data rank in place. Arguments and result are as in `cached_pages.write_rows`."""
-        arrays, head_wise, none = paged(caches, group), group.head_wise, np.iinfo(np.int32).max
-        scatter = self._over_devices(scatter_rows, arrays, head_wise)
-        for number, chunk in enumerate(in_chunks(rows, none)):
-            start = number * ROWS_PER_COPY
-            of_ranks = np.full((self._ranks, ROWS_PER_COPY), none, np.int32)
-            of_ranks[rank] = chunk
-            new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
-            cut = {name: self._cut(array, head_wise, rank) for name, array in new.items()}
-            arrays = scatter(arrays, of_ranks.reshape(-1), cut)
+        chunks = enumerate(in_chunks(rows, np.iinfo(np.int32).max))
+        placed = ((number * ROWS_PER_COPY, chunk) for number, chunk in chunks)
+        arrays = self._written(paged(caches, group), group.head_wise, placed, contents, rank)
         return with_paged(caches, group.layers, arrays)
 
-    def _over_devices(
-        self, function: Callable[..., Any], arrays: Mapping[str, jax.Array], head_wise: bool
-    ) -> Callable[..., Any]:
-        """Return a jitted function that applies `gather_rows` or `scatter_rows` on every device.
+    def write_layer(
+        self,
+        cache: LayerCache,
+        head_wise: bool,
+        rows: Int32[np.ndarray, "n"],
+        contents: Mapping[str, np.ndarray],
+        rank: int,
+    ) -> LayerCache:
+        """Write page rows of one layer of a data rank in place. Arguments and result are as in
+        `cached_pages.write_layer`."""
+        chunks = by_size(rows, np.iinfo(np.int32).max)
+        return with_arrays(cache, self._written(paged_arrays(cache), head_wise, chunks, contents, rank))
 
-        Contents of page rows are concatenated along the first axis, device after device.
+    def _written(
+        self,
+        arrays: dict[str, jax.Array],
+        head_wise: bool,
+        chunks: Iterable[tuple[int, Int32[np.ndarray, "m"]]],
+        contents: Mapping[str, np.ndarray],
+        rank: int,
+    ) -> dict[str, jax.Array]:
+        """Write page rows of a data rank in place, and return the new arrays.
+
+        Args:
+          arrays: cache arrays by name.
+          head_wise: whether a page row holds one head.
+          chunks: padded row numbers, each with the index of its first row in `contents`.
+          contents: contents of the rows, [n, ...], by the same names.
+          rank: the data rank.
         """
-        key = function, tuple(arrays), head_wise
+        scatter = self._over_devices(scatter_rows, arrays, head_wise)
+        for start, chunk in chunks:
+            of_ranks = np.full((self._ranks, len(chunk)), np.iinfo(np.int32).max, np.int32)
+            of_ranks[rank] = chunk
+            new = {name: padded(contents[name][start : start + len(chunk)], len(chunk)) for name in arrays}
+            cut = {name: self._cut(array, head_wise, rank) for name, array in new.items()}
+            arrays = scatter(arrays, of_ranks.reshape(-1), cut)
+        return arrays
+
+    def gather_stacked(self, arrays: Sequence[jax.Array], rows: jax.Array, head_wise: bool) -> jax.Array:
+        """Copy page rows of all data ranks on their devices.
+
+        Args:
+          arrays: cache arrays of several layers with equal shapes.
+          rows: row numbers, int32 [data ranks · padded rows].
+          head_wise: whether a page row holds one head.
+
+        Returns:
+          Contents of the rows of each device, [layers, devices · padded rows, ...].
+        """
+        return self._over_devices(gather_stacked, arrays, head_wise)(arrays, rows)
+
+    def _over_devices(
+        self,
+        function: Callable[..., Any],
+        arrays: Mapping[str, jax.Array] | Sequence[jax.Array],
+        head_wise: bool,
+    ) -> Callable[..., Any]:
+        """Return a jitted function that applies `gather_rows`, `gather_stacked` or `scatter_rows` on every device.
+
+        Contents of page rows are concatenated along the axis of rows, device after device. For `gather_stacked`, each
+        data rank has its own row numbers.
+        """
+        specs = specs_of(arrays)
+        leaves, structure = jax.tree.flatten(specs)
+        key = function, structure, tuple(leaves), head_wise
         if key not in self._functions:
-            specs = specs_of(arrays)
             each, run = PartitionSpec(AXES), functools.partial(function, head_wise=head_wise)
             if function is gather_rows:
                 split = over_mesh(run, self._mesh, (specs, PartitionSpec()), each)
+                self._functions[key] = jax.jit(split)
+            elif function is gather_stacked:
+                split = over_mesh(run, self._mesh, (specs, PartitionSpec(DATA)), PartitionSpec(None, AXES))
                 self._functions[key] = jax.jit(split)
             else:
                 split = over_mesh(run, self._mesh, (specs, PartitionSpec(DATA), each), specs)
@@ -139,15 +208,17 @@ class SplitRows:
             (rank, head // experts, context, head % experts), [self._mesh.shape[axis] for axis in AXES]
         ).item()
 
-    def _joined(self, of_devices: jax.Array, head_wise: bool, rank: int) -> np.ndarray:
-        """Join the page rows of the devices of one data rank on the host."""
+    def shards(self, of_devices: jax.Array, rank: int) -> list[jax.Array]:
+        """Return the parts of an array of the devices of one data rank that together have whole page rows."""
         devices = [*self._mesh.devices.flat]
         shards = {devices.index(shard.device): shard.data for shard in of_devices.addressable_shards}
-        wanted = [[shards[self._number(rank, head, c)] for c in range(self._contexts)] for head in self._owners]
-        for shard in (shard for contexts in wanted for shard in contexts):
-            shard.copy_to_host_async()
+        return [shards[self._number(rank, head, c)] for head in self._owners for c in range(self._contexts)]
+
+    def join(self, shards: Sequence[np.ndarray], head_wise: bool) -> np.ndarray:
+        """Join the page rows of the devices of one data rank, [n, ...], in the order of `shards`."""
         axis = 1 + self._token_axis(head_wise)
-        heads = [np.concatenate([np.asarray(shard) for shard in contexts], axis=axis) for contexts in wanted]
+        of_heads = itertools.batched(shards, self._contexts)
+        heads = [contexts[0] if len(contexts) == 1 else np.concatenate(contexts, axis=axis) for contexts in of_heads]
         if len(heads) == 1:
             return heads[0]
         return np.stack(heads, axis=1) if head_wise else np.concatenate(heads, axis=1)

@@ -17,13 +17,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from pallas_attn import PAGE_NONE
-from pallas_attn.cache import GroupPools
-from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, numbered_rows
+from pallas_attn.cache import GroupPools, HeadPagePool
+from pallas_attn.models.engine.kv_transfer.cached_pages import numbered_rows
+from pallas_attn.models.engine.kv_transfer.row_copies import RowCopies
 from pallas_attn.models.engine.outputs import RequestId
 from pallas_attn.models.engine.request import Request
 from pallas_attn.models.engine.step.plan import StepPlan
@@ -61,7 +63,7 @@ class WrittenLayer:
       layer: number of the layer, from 0.
       num_layers: number of layers of every step.
       chunks: pages of each request.
-      contents: contents of the pages, [rows, ...], by name of the array, for example "k". The arrays are views of a
+      contents: contents of the pages, [rows, ...], by name of the array, for example "k". The arrays may be views of a
         buffer with several layers. A consumer that keeps an array should copy it, because a view keeps the whole
         buffer.
     """
@@ -88,14 +90,53 @@ class WrittenStep:
     Attributes:
       number: number of the step.
       chunks: for each cache group, the pages of each request.
-      rows: for each cache group, the numbers of the page rows to copy. `WrittenChunk.rows` are indices into this array.
+      rows: for each cache group and each data rank, the numbers of the page rows to copy. `WrittenChunk.rows` are
+        indices into the rows of all data ranks, one after the other.
       ends: number of complete pages of each request after the step.
     """
 
     number: int
     chunks: tuple[tuple[WrittenChunk, ...], ...]
-    rows: tuple[Int32[np.ndarray, "n"], ...]
+    rows: tuple[tuple[Int32[np.ndarray, "_"], ...], ...]
     ends: Mapping[Request, int]
+
+
+class _CompletedPages(NamedTuple):
+    """Pages of a request that a step completes.
+
+    Attributes:
+      request: the request.
+      index: index of the request in the arrays of the plan.
+      first, end: range of pages.
+      page_size: tokens per page.
+    """
+
+    request: Request
+    index: int
+    first: int
+    end: int
+    page_size: int
+
+    def rows_of(
+        self, pool: HeadPagePool, tables: Int32[np.ndarray, "rows heads pages"]
+    ) -> Int32[np.ndarray, "heads pages"]:
+        """Return the row numbers of the pages in a cache group; PAGE_NONE for pages that no later token attends to.
+
+        Args:
+          pool: page pool of the cache group.
+          tables: block tables of the plan.
+        """
+        rows = tables[self.index, :, self.first : self.end].copy()
+        # The next token is at most the first one of the page with the request's last known token.
+        last_page = (len(self.request.token_ids) - 1) // self.page_size
+        next_query = min(self.end, last_page) * self.page_size
+        rows[pool.is_unseen(self.first, self.end, next_query)] = PAGE_NONE
+        return rows
+
+    def chunk(self, rows: Int32[np.ndarray, "heads pages"]) -> WrittenChunk:
+        """Return the report of the pages with these row numbers."""
+        tokens = self.request.token_ids[self.first * self.page_size : self.end * self.page_size]
+        return WrittenChunk(self.request.request_id, self.request.salt, self.first, tuple(tokens), rows)
 
 
 class WrittenFeed:
@@ -110,10 +151,19 @@ class WrittenFeed:
         consumer: Callable[[WrittenLayer], object],
         layer_groups: Sequence[int],
         row_bytes: Sequence[int],
-        pools: GroupPools,
+        pools: Sequence[GroupPools],
         max_bytes: int,
     ):
-        self._consumer, self._layer_groups, self._pools = consumer, tuple(layer_groups), pools
+        """Start the feed's thread.
+
+        Args:
+          consumer: function called on the feed's thread.
+          layer_groups: number of the cache group of each layer.
+          row_bytes: bytes of a page row of each layer.
+          pools: page pools of each data rank.
+          max_bytes: maximum backlog.
+        """
+        self._consumer, self._layer_groups, self._pools = consumer, tuple(layer_groups), tuple(pools)
         self._row_bytes, self._max_bytes = tuple(row_bytes), max_bytes
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], None], int]] = deque()  # functions to call, and bytes of their pages
@@ -176,56 +226,54 @@ class WrittenFeed:
 
     # --- the engine's side
 
-    def plan(self, plan: StepPlan | None) -> WrittenStep | None:
+    def plan(self, plans: Sequence[StepPlan | None]) -> WrittenStep | None:
         """Return the pages that the prompt chunks of a step complete.
 
         Earlier pages of the same requests are included if they were not reported. Pages that decode steps complete, and
         pages of requests with keys and values of replaced weights, are not reported. Return None if there are no pages
         to report, or the feed has ended. End the feed if the backlog would exceed `max_bytes`.
+
+        Args:
+          plans: plan of each data rank; None for a rank without rows.
         """
-        if not self.is_open or plan is None:
+        if not self.is_open:
             return None
-        page_size = self._pools.page_size
         ends: dict[Request, int] = {}
-        # Index of the request in the plan's arrays, index of the first page, and index after the last page.
-        pages: list[tuple[int, int, int]] = []
-        for i, row in enumerate(plan.prefill, len(plan.decode)):
-            if row.request.has_old_keys:
-                continue
-            end = (row.start + row.num_tokens) // page_size
-            if end > (first := self._reported.get(row.request, 0)):
-                ends[row.request] = end
-                pages.append((i, first, end))
-        if not pages:
+        num_groups = len(self._pools[0].pools)
+        chunks: list[list[WrittenChunk]] = [[] for _ in range(num_groups)]
+        rows: list[list[Int32[np.ndarray, "_"]]] = [[] for _ in range(num_groups)]
+        for pools, plan in zip(self._pools, plans, strict=True):
+            completed = [] if plan is None else self._completed(plan)
+            ends |= {page.request: page.end for page in completed}
+            for group, pool in enumerate(pools.pools):
+                tables = [] if plan is None else [page.rows_of(pool, plan.tables[group]) for page in completed]
+                taken, numbers = numbered_rows(tables)
+                first_row = sum(map(len, rows[group]))
+                rows[group].append(taken)
+                for page, own in zip(completed, numbers, strict=True):
+                    chunks[group].append(page.chunk(np.where(own == PAGE_NONE, own, own + np.int32(first_row))))
+        if not ends:
             return None
-        chunks, rows = [], []
-        for pool, tables in zip(self._pools.pools, plan.tables, strict=True):
-            seen = []
-            for i, first, end in pages:
-                of_pages = tables[i, :, first:end].copy()
-                of_pages[pool.is_unseen(first, end, _next_query(plan.rows[i].request, end, page_size))] = PAGE_NONE
-                seen.append(of_pages)
-            taken, numbers = numbered_rows(seen)
-            rows.append(taken)
-            chunks.append(
-                tuple(
-                    WrittenChunk(
-                        (request := plan.rows[i].request).request_id,
-                        request.salt,
-                        first,
-                        tuple(request.token_ids[first * page_size : end * page_size]),
-                        of_pages,
-                    )
-                    for (i, first, end), of_pages in zip(pages, numbers, strict=True)
-                )
-            )
-        num_bytes = sum(len(rows[group]) * n for group, n in zip(self._layer_groups, self._row_bytes, strict=True))
+        num_rows = [sum(map(len, of_ranks)) for of_ranks in rows]
+        num_bytes = sum(num_rows[group] * n for group, n in zip(self._layer_groups, self._row_bytes, strict=True))
         with self._changed:
             if self._backlog and self._backlog + num_bytes > self._max_bytes:
                 self._fail(f"max_bytes: {self._backlog + num_bytes} bytes would be waiting, {self._max_bytes} may")
                 return None
         self._num_steps += 1
-        return WrittenStep(self._num_steps - 1, tuple(chunks), tuple(rows), ends)
+        return WrittenStep(self._num_steps - 1, tuple(map(tuple, chunks)), tuple(map(tuple, rows)), ends)
+
+    def _completed(self, plan: StepPlan) -> list[_CompletedPages]:
+        """Return the pages of each prompt chunk of a data rank that are complete after the step and were not
+        reported."""
+        found, page_size = [], self._pools[0].page_size
+        for i, row in enumerate(plan.prefill, len(plan.decode)):
+            if row.request.has_old_keys:
+                continue
+            end = (row.start + row.num_tokens) // page_size
+            if end > (first := self._reported.get(row.request, 0)):
+                found.append(_CompletedPages(row.request, i, first, end, page_size))
+        return found
 
     def add(self, step: WrittenStep, layer: int, copies: RowCopies) -> None:
         """Queue the copies of a layer. The device may still be copying; the feed's thread waits for the copies."""
@@ -294,12 +342,6 @@ class WrittenFeed:
         self._queue.clear()
         self._backlog = 0
         self._changed.notify_all()
-
-
-def _next_query(request: Request, end: int, page_size: int) -> int:
-    """Position of the first token that is computed after `end` pages; at most the first position of the page with the
-    request's last known token."""
-    return min(end, (len(request.token_ids) - 1) // page_size) * page_size
 
 
 def _joined(copies: RowCopies) -> dict[str, np.ndarray]:

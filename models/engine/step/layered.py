@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.models.decoder import Caches, Decoder, apply_layers, split_module
+from pallas_attn.models.decoder import Caches, Decoder, apply_layers, over_mesh, specs_of, split_module
 from pallas_attn.models.decoder.gemma import GemmaInputs
+from pallas_attn.models.decoder.mesh import AXES, DATA
 from pallas_attn.models.engine.config import Bucket, RunnerConfig
-from pallas_attn.models.engine.group_sizes import GroupSizes
-from pallas_attn.models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
+from pallas_attn.models.engine.kv_transfer.row_copies import GroupRows, RowCopies, gather_layers
 from pallas_attn.models.engine.step.packed import PackedStep
 from pallas_attn.models.engine.step.plain import StepOutputs, make_outputs, read_step
 
@@ -66,7 +66,7 @@ class LayeredStep:
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
         """Choose the layer ranges; nothing is compiled."""
-        self._config = config
+        self._config, self._mesh = config, model.mesh
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
         self.layers = [Layer.of(layer, places.layer_groups[n]) for n, layer in enumerate(places.layers)]
@@ -98,35 +98,55 @@ class LayeredStep:
         Returns:
           A function that waits until all programs are compiled, stores the step in `compiled`, and returns the step.
         """
-        packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
+        size, num_ranks, placement = PackedStep.size(self._config, bucket), 1, None
+        if self._mesh is not None:
+            num_ranks, placement = self._mesh.shape[DATA], NamedSharding(self._mesh, _OF_RANKS)
+        packed = jax.ShapeDtypeStruct((num_ranks * size,), jnp.int32, sharding=placement)
+        of_weights = specs_of(list(weights))
 
-        def program(function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> tuple[Future[Any], Any]:
-            """Start to compile the function for these arguments. Return the future and the shapes of the results."""
+        def program(
+            function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, Any], *arguments: Any
+        ) -> tuple[Future[Any], Any]:
+            """Start to compile the function for these arguments. Return the future and the shapes of the results.
+            `specs` has the partitions of arguments and results on a mesh."""
+            sharding = None
+            if self._mesh is not None:
+                function, sharding = _on_devices(function, self._mesh, *specs), NamedSharding(self._mesh, _OF_DEVICES)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+            # Later programs take only results of the partition _OF_DEVICES as arguments.
             return start(lowered), jax.tree.map(
-                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info
+                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding), lowered.out_info
             )
 
+        of_begin = (of_weights, specs_of(caches[0]), _OF_RANKS, _OF_RANKS), (_OF_DEVICES, _OF_DEVICES, _OF_DEVICES)
         begin, (x, *inputs) = program(
-            functools.partial(self.begin, bucket), (), weights, caches[0], packed, last_tokens
+            functools.partial(self.begin, bucket), (), of_begin, weights, caches[0], packed, last_tokens
         )
         known: dict[Any, tuple[Future[Any], Any]] = {}
         futures, choice, narrow = [], None, None
         for number, layer_range in enumerate(self.layer_ranges):
             layers = self.layers[layer_range.start : layer_range.stop]
             if layers[0].cache_source is not None and inputs[1] is not None and narrow is None:
-                narrow, x = program(functools.partial(self._narrow, bucket), (), x, packed, last_tokens)
+                of_narrow = (_OF_DEVICES, _OF_RANKS, _OF_RANKS), _OF_DEVICES
+                narrow, x = program(functools.partial(self._narrow, bucket), (), of_narrow, x, packed, last_tokens)
             kinds, own = tuple(layer.kind for layer in layers), [layer.weights(weights) for layer in layers]
             shared = inputs_of_range(inputs, number, is_narrow=narrow is not None)
             sources = caches_to_read(layers, caches)
-            arguments = own, caches[layer_range.start : layer_range.stop], x, choice, *shared, sources
+            of_range = caches[layer_range.start : layer_range.stop]
+            arguments = own, of_range, x, choice, *shared, sources
+            of_caches = specs_of(of_range)
+            of_arguments = specs_of(own), of_caches, *[_OF_DEVICES] * 4, specs_of(sources)
             leaves, structure = jax.tree.flatten(arguments)
-            key = kinds, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            partitions = tuple(jax.tree.leaves(of_arguments))
+            key = kinds, structure, partitions, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if key not in known:
-                known[key] = program(functools.partial(apply_layer_range, kinds), (1, 2), *arguments)
+                specs = of_arguments, (of_caches, _OF_DEVICES, _OF_DEVICES)
+                known[key] = program(functools.partial(apply_layer_range, kinds), (1, 2), specs, *arguments)
             of_layers, (_, x, choice) = known[key]
             futures.append(of_layers)
-        finish, _ = program(functools.partial(self._finish, bucket), (), weights, x, last_tokens, packed)
+        of_outputs = StepOutputs(*[_OF_RANKS] * len(StepOutputs._fields))
+        of_finish = (of_weights, _OF_DEVICES, _OF_RANKS, _OF_RANKS), of_outputs
+        finish, _ = program(functools.partial(self._finish, bucket), (), of_finish, weights, x, last_tokens, packed)
 
         def finished() -> StepPrograms:
             programs, narrowing = [future.result() for future in futures], None if narrow is None else narrow.result()
@@ -179,6 +199,36 @@ class LayeredStep:
             return make_outputs(bucket, rows, model.logits(model.norm(x)), sampling, None)
         logits, hidden = model.finish(x, logit_rows), model.hidden_states(x[bucket.decode_rows :])
         return make_outputs(bucket, rows, logits, sampling, hidden)
+
+
+_OF_RANKS = PartitionSpec(DATA)
+"""Partition of arrays with a part for each data rank."""
+
+_OF_DEVICES = PartitionSpec(AXES)
+"""Partition of values that programs of a step pass to the next program. On a mesh, such an array has a first axis with
+the value of each device, because devices may have different values."""
+
+
+def _on_devices(function: Callable[..., Any], mesh: Mesh, of_arguments: Any, of_results: Any) -> Callable[..., Any]:
+    """Return a function that runs a program on every device of a mesh.
+
+    Args:
+      function: the program of one device.
+      mesh: the mesh.
+      of_arguments, of_results: partitions of arguments and results. Where a partition is the object `_OF_DEVICES`, the
+        first axis is the number of the device, which `function` neither gets nor returns.
+    """
+
+    def changed(change: Callable[[Array], Array], specs: Any, values: Any) -> Any:
+        return jax.tree.map(
+            lambda spec, value: jax.tree.map(change, value) if spec is _OF_DEVICES else value, specs, values
+        )
+
+    def on_device(*arguments: Any) -> Any:
+        results = function(*changed(lambda x: x[0], of_arguments, arguments))
+        return changed(lambda x: x[None], of_results, results)
+
+    return over_mesh(on_device, mesh, of_arguments, of_results)
 
 
 class RangeInputs(NamedTuple):
@@ -338,19 +388,13 @@ def apply_layer_range(
     return caches, x, choice
 
 
-def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupSizes], on_layer: OnLayer) -> OnProgram:
+def copying_rows(of_layers: Mapping[int, GroupRows], on_layer: OnLayer) -> OnProgram:
     """Make a function that launches copies of page rows after each program and passes the copies to `on_layer`.
 
     Args:
-      rows: for each cache group, int32 indices of the page rows to copy.
-      groups: the cache groups.
+      of_layers: for each layer with a cache, the numbers of the page rows to copy.
       on_layer: function that is called with the copies of each layer.
     """
-    of_layers = {
-        layer: (on_device, group.head_wise)
-        for on_device, group in zip(map(rows_on_device, rows), groups, strict=True)
-        for layer in group.layers
-    }
 
     def on_program(layer_range: range, caches: Caches) -> None:
         if layer_range.start not in of_layers:  # the layers have no cache
