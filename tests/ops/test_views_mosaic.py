@@ -43,7 +43,7 @@ def arguments(kind: str) -> dict[str, Any]:
     return {"q": jnp.ones((2, 1, 4, D), jnp.bfloat16), "kv": kv, "block_tables": tables, "kv_lens": lens}
 
 
-@pytest.mark.parametrize("kind", ["separate", "fused"])
+@pytest.mark.parametrize("kind", [pytest.param("separate", marks=pytest.mark.slow), "fused"])
 def test_kernels_are_chosen_only_if_they_are_named(kind: str) -> None:
     """The kernels have not run on a GPU over these layouts. `explain`, plans and calls without a name choose others."""
     decode = arguments(kind)

@@ -203,6 +203,7 @@ def peer(*, changed: Mapping[str, Any] | None = None) -> Iterator[int]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_silent_worker_and_unreachable_worker(
     folder: Path, expected: list[dict[int, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
