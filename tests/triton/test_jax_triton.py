@@ -79,10 +79,9 @@ def test_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
         device.calls_jax_triton()
 
 
-def test_missing_jax_triton_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jax_triton_is_unsupported(monkeypatch: pytest.MonkeyPatch, compiled_triton: None) -> None:
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     monkeypatch.setenv(device.JAX_TRITON_VARIABLE, "1")
-    monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(device, "triton_card", lambda **_: CARDS["sm90"])
     monkeypatch.setattr(launch, "call_encoder", lambda: None)
     with pytest.raises(NotImplementedError, match="PALLAS_ATTN_JAX_TRITON=1 needs jax-triton"):
@@ -102,7 +101,7 @@ def three_arguments(used_outs: Any, live_ins: Any, eqn: Any) -> Any: ...
     ],
 )
 def test_jax_that_jax_triton_does_not_support(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], rule: Any, error: Exception
+    monkeypatch: pytest.MonkeyPatch, compiled_triton: None, version: tuple[int, ...], rule: Any, error: Exception
 ) -> None:
     def triton_call(**_: Any) -> Any:
         raise TypeError("another error")
@@ -112,7 +111,6 @@ def test_jax_that_jax_triton_does_not_support(
     monkeypatch.setitem(sys.modules, "jax_triton", package)
     monkeypatch.setitem(partial_eval.dce_rules, library.triton_kernel_call_p, rule)
     monkeypatch.setenv(device.JAX_TRITON_VARIABLE, "1")
-    monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(device, "triton_card", lambda **_: CARDS["sm90"])
     monkeypatch.setattr(launch, "call_encoder", lambda: None)
     monkeypatch.setattr(jax, "__version_info__", version)
