@@ -103,21 +103,7 @@ class LayeredStep:
             num_ranks, placement = self._mesh.shape[DATA], NamedSharding(self._mesh, _OF_RANKS)
         packed = jax.ShapeDtypeStruct((num_ranks * size,), jnp.int32, sharding=placement)
         of_weights = specs_of(list(weights))
-
-        def program(
-            function: Callable[..., Any], donated: tuple[int, ...], specs: tuple[Any, Any], *arguments: Any
-        ) -> tuple[Future[Any], Any]:
-            """Start to compile the function for these arguments. Return the future and the shapes of the results.
-            `specs` has the partitions of arguments and results on a mesh."""
-            sharding = None
-            if self._mesh is not None:
-                function, sharding = _on_devices(function, self._mesh, *specs), NamedSharding(self._mesh, _OF_DEVICES)
-            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-            # Later programs take only results of the partition _OF_DEVICES as arguments.
-            return start(lowered), jax.tree.map(
-                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding), lowered.out_info
-            )
-
+        program = functools.partial(_start_to_compile, start, self._mesh)
         of_begin = (of_weights, specs_of(caches[0]), _OF_RANKS, _OF_RANKS), (_OF_DEVICES, _OF_DEVICES, _OF_DEVICES)
         begin, (x, *inputs) = program(
             functools.partial(self.begin, bucket), (), of_begin, weights, caches[0], packed, last_tokens
@@ -207,6 +193,37 @@ _OF_RANKS = PartitionSpec(DATA)
 _OF_DEVICES = PartitionSpec(AXES)
 """Partition of values that programs of a step pass to the next program. On a mesh, such an array has a first axis with
 the value of each device, because devices may have different values."""
+
+
+def _start_to_compile(
+    start: Callable[[jax.stages.Lowered], Future[Any]],
+    mesh: Mesh | None,
+    function: Callable[..., Any],
+    donated: tuple[int, ...],
+    specs: tuple[Any, Any],
+    *arguments: Any,
+) -> tuple[Future[Any], Any]:
+    """Lower a program and start its compilation.
+
+    Args:
+      start: function that starts the compilation of a lowered program in another thread.
+      mesh: the mesh; None on one device.
+      function: the program of one device.
+      donated: indices of donated arguments.
+      specs: partitions of arguments and results on a mesh.
+      arguments: the arguments, or their shapes.
+
+    Returns:
+      The future of the compiled program, and the shapes of the results. The shapes are placed as `_OF_DEVICES`, because
+      later programs take only such results as arguments.
+    """
+    sharding = None
+    if mesh is not None:
+        function, sharding = _on_devices(function, mesh, *specs), NamedSharding(mesh, _OF_DEVICES)
+    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+    return start(lowered), jax.tree.map(
+        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding), lowered.out_info
+    )
 
 
 def _on_devices(function: Callable[..., Any], mesh: Mesh, of_arguments: Any, of_results: Any) -> Callable[..., Any]:
