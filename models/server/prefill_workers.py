@@ -41,7 +41,8 @@ class PrefillWorkers:
     """Sends prompts to prefill workers, and adds each prompt to the engine when its pages have arrived.
 
     If a worker is lost, the engine computes its prompts, and finds the pages that have arrived. A thread connects
-    again. All methods are called on the engine's thread, and none of them waits for a worker.
+    again. The public methods are called on the engine's thread. Only the constructor waits for workers: it connects to
+    one after another.
 
     Args:
       engine: the engine, with a prefix cache, before `Engine.warmup`.
@@ -101,8 +102,8 @@ class PrefillWorkers:
         arrived, or when no worker computes it.
 
         Returns:
-          False if the engine has to compute the prompt, because it is short, or because log probabilities of its tokens
-          are requested. `start` is not called.
+          False if the engine has to compute the prompt: no worker is connected, fewer than `min_tokens` tokens are not
+          in the prefix cache, or log probabilities of its tokens are requested. `start` is not called.
         """
         if not self._workers or prompt.params.prompt_logprobs is not None:
             return False

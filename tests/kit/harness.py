@@ -72,20 +72,20 @@ class Tolerance:
 F32_OUT = Tolerance(1e-5, 1e-5, 1e-9)
 F32_LSE = Tolerance(1e-5, 1e-5, 1e-9)
 BF16_ROUNDOFF = 2**-9
-"""Maximum relative error of rounding to bfloat16."""
+"""Maximum absolute error of rounding a number of at most 1 to bfloat16. The maximum relative error is 2**-8."""
 HALF_SCALE = 0.125
 """Standard deviation of the values (V, or latents) of 16-bit inputs."""
 HALF_OUT = Tolerance(5 * HALF_SCALE * BF16_ROUNDOFF, 2 / 128, 5e-6)
 """Tolerance of outputs in bfloat16 and float16.
 
-Rounding a softmax weight to bfloat16 causes an error of up to 2**-9 times the value that the weight multiplies, even if
-the output is small. The absolute tolerance is this error for a value of five standard deviations, which one of 1.7
-million normal values exceeds.
+A softmax weight is at most 1, so rounding it to bfloat16 changes it by at most 2**-9. The output changes by up to this
+times the value that the weight multiplies, even if the output is small. The absolute tolerance is this change for a
+value of five standard deviations, which one of 1.7 million normal values exceeds.
 """
 HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
 ROUNDED_TWICE = 0.5 * (2 * BF16_ROUNDOFF) ** 2 / (1 - 2 * BF16_ROUNDOFF)
-"""Maximum of 1 - cosine if all elements have the same two relative rounding errors: of the softmax weight and of the
-output, both in bfloat16.
+"""1 - cosine if all elements have the same two relative rounding errors of 2**-9, half of the maximum: of the softmax
+weight and of the output, both in bfloat16.
 
 `HALF_OUT.cosine` assumes that the errors of different elements are independent. They are equal if an output comes from
 a single key, because the weight of a key is rounded once for all columns. Tests of these inputs use this limit.

@@ -191,8 +191,8 @@ _OF_RANKS = PartitionSpec(DATA)
 """Partition of arrays with a part for each data rank."""
 
 _OF_DEVICES = PartitionSpec(AXES)
-"""Partition of values that programs of a step pass to the next program. On a mesh, such an array has a first axis with
-the value of each device, because devices may have different values."""
+"""Partition of values, except caches, that a program of a step passes to the next one. Devices may have different
+values. On a mesh, the first axis of such an array therefore has one entry for each device."""
 
 
 def _start_to_compile(
@@ -214,8 +214,8 @@ def _start_to_compile(
       arguments: the arguments, or their shapes.
 
     Returns:
-      The future of the compiled program, and the shapes of the results. The shapes are placed as `_OF_DEVICES`, because
-      later programs take only such results as arguments.
+      The future of the compiled program, and the shapes of the results. On a mesh, all shapes have the placement
+      `_OF_DEVICES`, which is wrong for caches and step outputs; later programs use only the shapes of other results.
     """
     sharding = None
     if mesh is not None:
