@@ -61,7 +61,7 @@ class OutputWriter(NamedTuple):
     layout: RegisterLayout
 
     @staticmethod
-    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike, num_bytes: int = OUTPUT_BYTES) -> Any:
+    def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike, num_bytes: int) -> Any:
         """Return the scratch type of the tile, [slices, width, values of a slice].
 
         A slice has at most 256 values, because a TMA copy takes at most 256 values per row. An output with more values
@@ -171,7 +171,7 @@ def merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, packing.blocks * rows, width, num_fragments(layout.rows * width)),
-            OutputWriter.tile_type(width, layout.rows, out.dtype),
+            OutputWriter.tile_type(width, layout.rows, out.dtype, OUTPUT_BYTES),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_splits",

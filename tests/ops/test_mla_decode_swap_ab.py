@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import DecodePlan
-from pallas_attn.mosaic import merge
+from pallas_attn.mosaic import decode, decode_merge
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
@@ -145,7 +145,8 @@ def test_row_split_among_many_programs() -> None:
 @slow_cases("interpreted")
 def test_float32_output_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The staging buffer for the output is patched to be smaller than the output of a sequence."""
-    monkeypatch.setattr(merge, "OUTPUT_BYTES", 4096)
+    for module in (decode, decode_merge):
+        monkeypatch.setattr(module, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()
     got = call(inputs.case, arguments | {"plan": plan_for(inputs.case, arguments)}, "float32")

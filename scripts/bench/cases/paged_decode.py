@@ -8,15 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import FULL, HeadWindow, PagedKV, token_tables, view_fused, view_nhd
-from scripts.bench.harness.pools import CACHES, Pools, at_least, cache_spec, calls_of, random_values, tables
+from pallas_attn import FULL, HeadWindow, PagedKV, token_tables
+from scripts.bench.harness.pools import (
+    CACHES,
+    Layout,
+    Pools,
+    at_least,
+    cache_spec,
+    calls_of,
+    random_values,
+    tables,
+    view_of,
+)
 from scripts.bench.shapes import Decode
 
 
@@ -47,8 +56,7 @@ class DecodeCase:
       windowed_heads: number of KV heads that see `shape.window` keys; the other heads see all keys. None for no head
         windows.
       sink_tokens: number of first tokens that the windowed heads also see.
-      layout: layout of the pages: "heads first" is `PagedKV`'s; "tokens first" is a view of pages with tokens before
-        heads; "fused, tokens first" is such a view with keys and values in one array.
+      layout: order of a page's axes (`pools.Layout`).
     """
 
     shape: Decode
@@ -56,7 +64,7 @@ class DecodeCase:
     varied: bool = False
     windowed_heads: int | None = None
     sink_tokens: int = 0
-    layout: Literal["heads first", "tokens first", "fused, tokens first"] = "heads first"
+    layout: Layout = "heads first"
 
     @property
     def name(self) -> str:
@@ -154,7 +162,7 @@ class DecodeCase:
         rng = np.random.default_rng(self.pool_pages)
         block_tables = tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))
         if self.layout != "heads first":
-            kv = self.view_of(kv)
+            kv = view_of(kv, self.layout)
             block_tables = [token_tables(table, page_size=s.page_size) for table in block_tables]
         return DecodeArrays(
             kv=kv,
@@ -162,11 +170,3 @@ class DecodeCase:
             q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],
             block_tables=self.repeated(block_tables),
         )
-
-    def view_of(self, kv: PagedKV) -> PagedKV:
-        """Return a view of the pool in the layout of the case. Its values are random, so any order of them will do."""
-        heads = self.shape.kv_heads
-        k, v = (jnp.reshape(x, (x.shape[0], x.shape[2], heads, x.shape[3])) for x in (kv.k, kv.v))
-        if self.layout == "tokens first":
-            return view_nhd(k, v, kv.k_scale, kv.v_scale)
-        return view_fused(jnp.concatenate([k, v], axis=-1), heads, kv.k_scale, kv.v_scale)

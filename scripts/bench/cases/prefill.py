@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import PagedKV, PagedLatent
-from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values, tables
+from pallas_attn import PagedKV, PagedLatent, token_tables
+from scripts.bench.harness.pools import CACHES, Layout, Pools, cache_spec, random_values, tables, view_of
 from scripts.bench.shapes import MlaPrefill, Prefill
 
 CHAIN_SECONDS = 2e-3
@@ -187,15 +187,22 @@ class RaggedAttentionCase(PrefillCase):
 
 @dataclasses.dataclass(frozen=True)
 class PagedPrefillCase(PrefillCase):
-    """A call of `paged_prefill`."""
+    """A call of `paged_prefill`.
+
+    Attributes:
+      layout: order of a page's axes (`pools.Layout`).
+    """
 
     shape: Prefill
+    layout: Layout = "heads first"
 
     @property
     def name(self) -> str:
         s = self.shape
         window = "" if s.window is None else f" w{s.window}"
-        return f"{s.q_heads}/{s.kv_heads}x{s.head_dim} {self.lengths_name} p{s.page_size}{window} {self.cache}"
+        layout = "" if self.layout == "heads first" else f" {self.layout}"
+        lengths = self.lengths_name
+        return f"{s.q_heads}/{s.kv_heads}x{s.head_dim} {lengths} p{s.page_size}{window} {self.cache}{layout}"
 
     @property
     def num_bytes(self) -> int:
@@ -226,10 +233,13 @@ class PagedPrefillCase(PrefillCase):
         kv: PagedKV = pools.get(self.cache, s.sequences * table_pages, **self.pool_sizes)
         rng = np.random.default_rng(0)
         calls = range(self.calls(self.num_bytes, self.flops))
+        block_tables = tables(rng, kv.k.shape[0], 1, (s.sequences, table_pages))[0]
+        if self.layout != "heads first":
+            block_tables = token_tables(block_tables, page_size=s.page_size)
         return {
             "q": [self.values(call, self.new, s.q_heads, s.head_dim) for call in calls],
-            "kv": kv,
-            "block_tables": tables(rng, kv.k.shape[0], 1, (s.sequences, table_pages))[0],
+            "kv": view_of(kv, self.layout),
+            "block_tables": block_tables,
             "cu_q_lens": self.cu_q_lens,
             "kv_lens": self.kv_lens,
         }

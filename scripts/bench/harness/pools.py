@@ -10,14 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import CacheSpec, PagedIndexKeys, PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
+from pallas_attn import (
+    CacheSpec,
+    PagedIndexKeys,
+    PagedKV,
+    PagedLatent,
+    kv_cache_spec,
+    latent_cache_spec,
+    view_fused,
+    view_nhd,
+)
 from scripts.bench.harness.device import memory_bytes
 
 CACHES: dict[str, tuple[Any, Any]] = {
@@ -33,6 +42,11 @@ CACHES: dict[str, tuple[Any, Any]] = {
 }
 """Kinds of caches by name: dtype, and argument `scales` of `kv_cache_spec`. "token" stands for `page_size` groups per
 page, so that each token has a scale.
+"""
+
+type Layout = Literal["heads first", "tokens first", "fused, tokens first"]
+"""Order of a page's axes. "heads first" is the order of `PagedKV`. The others are views of pages whose tokens come
+before the heads (`view_nhd`). "fused, tokens first" has keys and values in one array (`view_fused`).
 """
 
 FP8_LATENTS = ("fp8", "fp8-v4")
@@ -124,6 +138,16 @@ def random_pool(spec: CacheSpec) -> PagedKV:
     from 0.01 to 0.04, so dequantised int8 values have a standard deviation of about 1.
     """
     return PagedKV(**_random_arrays(spec))
+
+
+def view_of(kv: PagedKV, layout: Layout) -> PagedKV:
+    """Return the pool in this layout. Its values are random, so any order of them will do."""
+    if layout == "heads first":
+        return kv
+    k, v = (jnp.reshape(x, (x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (kv.k, kv.v))
+    if layout == "tokens first":
+        return view_nhd(k, v, kv.k_scale, kv.v_scale)
+    return view_fused(jnp.concatenate([k, v], axis=-1), kv.k.shape[1], kv.k_scale, kv.v_scale)
 
 
 def random_latents(spec: CacheSpec) -> PagedLatent:

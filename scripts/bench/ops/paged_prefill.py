@@ -106,8 +106,18 @@ def _gemma4() -> list[PagedPrefillCase]:
     return [*local, *(PagedPrefillCase(Prefill(1, 8192, 0, *heads), cache) for cache, heads in wide)]
 
 
+def _layouts() -> list[PagedPrefillCase]:
+    sizes = ((1, 8192, 0), (1, 2048, 8192), (16, 100, 1000))
+    return [
+        PagedPrefillCase(Prefill(*size, 32, 8, 128), cache, layout=layout)
+        for cache, size in itertools.product(("bf16", "fp8-head"), sizes)
+        for layout in ("heads first", "tokens first", "fused, tokens first")
+    ]
+
+
 BENCH = Bench(
     grids={
+        "layouts": _layouts(),
         "prefill": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
         "prefill-quick": [
             PagedPrefillCase(Prefill(1, *size, 32, 8, 128), cache)
@@ -122,7 +132,10 @@ BENCH = Bench(
         "wide-peers": _peers(),
         "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
         "tune": _tune(),
-        "small": [PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],
+        "small": [
+            *(PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")),
+            PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), "f32", layout="fused, tokens first"),
+        ],
     },
     contenders=by_name(ours)
     | flashinfer_chunk.PAGED_CONTENDERS

@@ -17,7 +17,16 @@ from jaxtyping import Array
 from pallas_attn import CacheSpec, Rope, write_kv
 from scripts.bench.cases.writes import WriteCase
 from scripts.bench.harness.case import Bench, by_name
-from scripts.bench.harness.pools import Pools, cache_spec, chain_of, check_fits, random_pool, random_values
+from scripts.bench.harness.pools import (
+    Layout,
+    Pools,
+    cache_spec,
+    chain_of,
+    check_fits,
+    random_pool,
+    random_values,
+    view_of,
+)
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 
@@ -27,17 +36,20 @@ class WriteKVCase(WriteCase):
 
     Attributes:
       rope: whether the call also rotates keys and queries (RoPE).
+      layout: order of a page's axes (`pools.Layout`).
     """
 
     rope: bool
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    layout: Layout = "heads first"
 
     @property
     def name(self) -> str:
         heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
-        return f"{heads} T{self.tokens} runs of {self.run} p{self.page_size}{' rope' * self.rope} {self.cache}"
+        layout = "" if self.layout == "heads first" else f" {self.layout}"
+        return f"{heads} T{self.tokens} runs of {self.run} p{self.page_size}{' rope' * self.rope} {self.cache}{layout}"
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +92,9 @@ def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], s
 
     angles = jax.random.uniform(jax.random.key(1), (case.tokens, case.head_dim // 2), maxval=2 * np.pi)
     rope = Rope(jnp.cos(angles), jnp.sin(angles)) if case.rope else None
-    return stopwatch.chain(call, chain_of(implementation, owns), carried=random_pool(case.pool), shared=rope)
+    return stopwatch.chain(
+        call, chain_of(implementation, owns), carried=view_of(random_pool(case.pool), case.layout), shared=rope
+    )
 
 
 def _grid() -> list[WriteKVCase]:
@@ -93,12 +107,26 @@ def _grid() -> list[WriteKVCase]:
     ]
 
 
+def _layouts() -> list[WriteKVCase]:
+    sizes = itertools.product(("bf16", "fp8-head"), ((64, 1), (2048, 2048)))
+    return [
+        WriteKVCase(*size, cache, rope=True, layout=layout)
+        for cache, size in sizes
+        for layout in ("heads first", "tokens first", "fused, tokens first")
+    ]
+
+
 BENCH = Bench(
     grids={
+        "layouts": _layouts(),
         "writes": _grid(),
         "small": [
-            WriteKVCase(4, 2, cache, rope, 4, 2, 16, page_size=16, pool_bytes=2**20)
-            for cache, rope in (("f32", True), ("int8-head", False))
+            WriteKVCase(4, 2, cache, rope, 4, 2, 16, layout=layout, page_size=16, pool_bytes=2**20)
+            for cache, rope, layout in (
+                ("f32", True, "heads first"),
+                ("int8-head", False, "heads first"),
+                ("f32", True, "fused, tokens first"),
+            )
         ],
     },
     contenders=by_name(ours),
