@@ -109,10 +109,9 @@ def view_nhd(
     cache [B, S, Hkv, D] is the special case of one page of S tokens per sequence, with the block tables
     `jnp.arange(B)[:, None]`.
 
-    Implementations: `triton` supports these pages on all GPUs, `xla` on all devices. On Hopper, `paged_decode` and
-    `paged_prefill` with `implementation="mosaic"` support views whose ps is a multiple of 16, in 16 bits, or in 8 bits
-    with static scales and at least 128 columns. These kernels have not run on a GPU over views, and run only if they
-    are named.
+    Implementations: `triton` supports these pages on all GPUs, `xla` on all devices. On Hopper, the Mosaic kernels of
+    `paged_decode` and `paged_prefill` support views whose ps is a multiple of 16, in 16 bits, or in 8 bits with static
+    scales and at least 128 columns.
 
     Args:
       k, v: keys and values in a dtype of `PagedKV`.
@@ -173,9 +172,8 @@ def view_fused(
 
     Block tables, slots, returned caches and implementations are as for `view_nhd`; `ragged_paged_attention` also takes
     the array itself, with tables of pages. Mosaic kernels of attention require that W columns have a multiple of 128
-    bytes. Mosaic's `write_kv` has not run on a GPU with fused caches either, and runs only if it is named. In memory,
-    the array must have, for each token and each head, W columns of the key followed by W columns of the value. These
-    shapes have this order:
+    bytes. In memory, the array must have, for each token and each head, W columns of the key followed by W columns of
+    the value. These shapes have this order:
 
     - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
     - [N, ps, 2·Hkv / packing, packing, W], the same with more axes;

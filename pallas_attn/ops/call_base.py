@@ -36,10 +36,6 @@ class OperationCall:
         """
         return self
 
-    def unmeasured(self, name: str) -> str | None:
-        """Return why `name` must be the only named implementation to run this call; None if it need not be."""
-        return None
-
 
 class ScaledCall(OperationCall):
     """Call with queries `q` [..., D] and `sm_scale`."""
@@ -82,13 +78,6 @@ class PagedAttentionCall(AttentionCall):
     @property
     def page_size(self: Any) -> int:
         return self.kv.page_size
-
-    def unmeasured(self: Any, name: str) -> str | None:
-        if name == "mosaic" and (self.kv.is_fused or self.kv.view_page_size is not None):
-            return (
-                "runs over fused caches and views only if it is named, and only on Hopper: not run on a GPU over them"
-            )
-        return None
 
     def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return q / q_scale, rounded to the cache's float8 dtype, in q's dtype.

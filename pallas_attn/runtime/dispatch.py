@@ -14,7 +14,6 @@ function of the operation's name that takes the call object, and an entry to `MO
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -22,7 +21,7 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -122,12 +121,6 @@ def implementations(op: str) -> tuple[str, ...]:
 def is_named(implementation: Implementation) -> bool:
     """Return whether the caller or the environment variable selects implementations by name."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
-
-
-_IS_ONE_OF_SEVERAL = contextvars.ContextVar("is_one_of_several", default=False)
-"""True while a function tries several implementations for a call of the user. An inner call then names one of them,
-but the user does not.
-"""
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
@@ -303,39 +296,14 @@ class _Chosen:
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
 
-        return choose(self.op, self.implementation, functools.partial(_attempt, bounded, self.implementation))
-
-
-@contextlib.contextmanager
-def one_of(op: str, implementation: Implementation) -> Iterator[None]:
-    """Return a context for inner calls that name one candidate of a call with the argument `implementation`.
-
-    Kernels that have not run on a GPU are refused in them, unless the user's call names only this implementation.
-    """
-    several = _IS_ONE_OF_SEVERAL.get() or not is_named(implementation) or len(candidates(op, implementation)) > 1
-    token = _IS_ONE_OF_SEVERAL.set(several)
-    try:
-        yield
-    finally:
-        _IS_ONE_OF_SEVERAL.reset(token)
-
-
-def refuse_unmeasured(call: OperationCall, name: str, implementation: Implementation) -> None:
-    """Raise NotImplementedError for a kernel that has not run on a GPU, unless the caller names it and no other."""
-    is_only = is_named(implementation) and len(candidates(call.op, implementation)) == 1
-    if (not is_only or _IS_ONE_OF_SEVERAL.get()) and (reason := call.unmeasured(name)):
-        raise NotImplementedError(reason)
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
 
 
 def _attempt(
-    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]],
-    implementation: Implementation,
-    name: str,
-    function: kernel_cache.NamedFunction,
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
 ) -> Any:
-    """Run a call with one implementation. `implementation` is the argument of the user's call."""
+    """Run a call with one implementation."""
     call, arrays, rest = bounded()
-    refuse_unmeasured(call, name, implementation)
     if name not in KERNELS:
         return function(call)
     interprets_triton = name == "triton" and device.interprets_triton()
@@ -394,13 +362,12 @@ def explain(
         args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
-    with one_of(chooser, implementation):
-        for name in candidates(chooser, implementation):
-            try:
-                load(chooser, name, named=is_named(implementation))
-                jax.eval_shape(functools.partial(call, name), arrays)
-            except NotImplementedError as refusal:
-                refused[name] = str(refusal)
-            else:
-                return Explanation(op, name, refused)
+    for name in candidates(chooser, implementation):
+        try:
+            load(chooser, name, named=is_named(implementation))
+            jax.eval_shape(functools.partial(call, name), arrays)
+        except NotImplementedError as refusal:
+            refused[name] = str(refusal)
+        else:
+            return Explanation(op, name, refused)
     return Explanation(op, None, refused)

@@ -642,6 +642,7 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("paged_decode_gemma4_nvidia_h200"), Cases("mla_decode_one_cache_nvidia_h200")
     ),
     "paged_decode-head-wise": operation(Cases("paged_decode_head_wise_nvidia_h200")),
+    "paged_decode-layouts": operation(Cases("paged_decode_layouts_nvidia_h200")),
     "jax_paged_attention": operation(Cases("jax_paged_attention_nvidia_h200")),
     "mla_decode": operation(Cases("mla_decode_nvidia_h200")),
     "mla_decode-grid": mla_by_context(GRID),
@@ -654,8 +655,10 @@ TABLES: dict[str, Callable[[str], str]] = {
     "paged_prefill-gemma4": operation(
         Cases("paged_prefill_gemma4_nvidia_h200"), Cases("ragged_attention_gemma4_nvidia_h200")
     ),
+    "paged_prefill-layouts": operation(Cases("paged_prefill_layouts_nvidia_h200")),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
     "write_kv": kernels("write_kv_nvidia_h200"),
+    "write_kv-layouts": kernels("write_kv_layouts_nvidia_h200"),
     "write_latent": kernels("write_latent_nvidia_h200"),
     "gather_latent": kernels("gather_latent_nvidia_h200"),
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),

@@ -173,14 +173,8 @@ def test_default_on_hopper(dtype: Any, scales: Any) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("dtype", "scales"), [(jnp.bfloat16, None), (jnp.int8, "channel"), (jnp.float8_e4m3fn, 4)])
-def test_fused_caches_only_if_named(dtype: Any, scales: Any) -> None:
-    """The kernel has not run on a GPU with fused caches."""
-    arguments = call(dtype, scales, lanes=128)
-    for several in (None, ["mosaic", "xla"]):
-        explanation = explain("write_kv", **arguments, implementation=several)
-        assert explanation.chosen not in (None, "mosaic")
-        assert explanation.refused["mosaic"] == "runs over fused caches only if it is named: not run on a GPU over them"
-    assert explain("write_kv", **arguments, implementation="mosaic").chosen == "mosaic"
+def test_default_over_fused_caches(dtype: Any, scales: Any) -> None:
+    assert explain("write_kv", **call(dtype, scales, lanes=128)).chosen == "mosaic"
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -76,9 +76,8 @@ def gqa(
 ) -> Attention:
     """Attention of one query token per sequence over a dense cache with tokens before KV heads.
 
-    The cache is read in place. Mosaic kernels run calls with one KV head and without `start_idx`. With several KV heads
-    and without `start_idx`, they run on Hopper if `implementation` is "mosaic" and S is a multiple of 16; they have not
-    run on a GPU with this layout. The other calls run on Triton kernels.
+    The cache is read in place. Mosaic kernels run calls without `start_idx`, with one KV head, or on Hopper also with
+    several if S is a multiple of 16. Triton kernels run the other calls.
 
     Args:
       q: queries in bfloat16, float16 or float32.

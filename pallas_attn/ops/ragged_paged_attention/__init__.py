@@ -70,8 +70,7 @@ def ragged_paged_attention(
         is donated. For each token, an array has 2·Hkv rows of at least D columns, keys and values alternating, or Hkv
         rows of 2·D columns, the key followed by the value: [N, ps, rows, columns], or [N, ps, rows / packing, packing,
         columns], where the number of rows is padded to a multiple of the packing (tpu-inference). An 8-bit array
-        without `k_scale` or `v_scale` has scales of 1. Mosaic kernels have not run on a GPU with arrays, and run only
-        if they are named.
+        without `k_scale` or `v_scale` has scales of 1.
       kv_lens: tokens of each sequence, including the new tokens.
       page_indices: page ids, [S, P] or flattened [S·P], or head-wise tables [S, Hkv, P] with row ids page·Hkv + head.
         Entries past the tokens of a sequence may have any value. For a cache of `view_nhd` or `view_fused`, tables from
@@ -170,10 +169,7 @@ def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Imp
     if kv.k.dtype not in checks.PLAIN or dispatch.candidates("paged_prefill", implementation)[0] != "mosaic":
         return None
     try:
-        with dispatch.one_of("paged_prefill", implementation):
-            return paged_prefill(
-                q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options
-            )
+        return paged_prefill(q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options)
     except NotImplementedError:  # the device has no Mosaic kernels, or they do not support the call
         return None
 

@@ -42,12 +42,6 @@ class WriteKVCall(OperationCall):
         _, first = self.kv.values
         return slice(first, first + self.v.shape[-1])
 
-    def unmeasured(self, name: str) -> str | None:
-        """Return why `name` must be the only named implementation to run this call; None if it need not be."""
-        if name == "mosaic" and self.kv.is_fused:
-            return "runs over fused caches only if it is named: not run on a GPU over them"
-        return None
-
     def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
