@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -476,8 +477,9 @@ def test_arguments_of_incoming_pages_are_checked() -> None:
             ({"kind": "prompt", "number": 0, "salt": ""}, {"tokens": np.zeros(3, np.float32)}),
             r"prompt\.arrays\.tokens: expected an array int32 \[n\], got an array float32 \[3\]",
         ),
-        (({"kind": "layer"}, {}), "kind: expected one of hello, proof, format, prompt, bye, got 'layer'"),
-        ((hello("decode"), {}), "kind: expected prompt or bye, got hello"),
+        (({"kind": "layer"}, {}), "kind: expected one of hello, proof, format, prompt, abort, bye, got 'layer'"),
+        (({"kind": "abort", "number": 0}, {}), r"abort\.number: expected the number of a prompt, less than 0, got 0"),
+        ((hello("decode"), {}), "kind: expected prompt, abort or bye, got hello"),
         (([], {}), "message: expected an object"),
     ],
     ids=str,
@@ -502,6 +504,39 @@ def test_unsupported_prompt_is_refused_by_the_prefill_process(tokens: list[int])
     check(engine)
 
 
+def test_aborted_prompt_is_not_computed() -> None:
+    engine = make(LATENT_KIND)
+    before = published(engine)
+    abort = {"kind": "abort", "number": 0}, {}
+    transport = Scripted([*greeting("decode", engine), prompt_message(0), abort, abort, ({"kind": "bye"}, {})])
+    assert serve_prefill(engine, transport, timeout_s=5) == 0
+    assert [header for header, _ in transport.sent[3:]] == []  # `bye` ends the process before the answer
+    assert (published(engine), engine.has_unfinished) == (before, False)
+    check(engine)
+
+
+def test_abort_ends_a_prompt_in_the_prefill_process() -> None:
+    """The second prompt is sent only if there is an answer to the abort of the first."""
+    here, there = socket.socketpair()
+    engine, computing = make(LATENT_KIND), make(LATENT_KIND)
+    with mock.patch.object(remote_prefill, "MAX_PROMPTS", 1), serving(computing, SocketTransport(there)):
+        remote = RemotePrefill(engine, SocketTransport(here))
+        with mock.patch.object(computing, "step", side_effect=lambda: time.sleep(0.01)):  # computes nothing
+            remote.add_request(PROMPTS[4], PARAMS, request_id="aborted")
+            remote.add_request(PROMPTS[0], PARAMS, request_id="other")
+            assert remote.abort("aborted")
+            assert not remote.abort("aborted")
+            while remote._sent.keys() != {1}:
+                remote.poll(0.05)
+        while remote.pending or engine.has_unfinished:
+            remote.poll(0.0)
+            engine.step()
+        assert tuple(engine.output("other").output_ids) == computed(LATENT_KIND)[1][0]
+        remote.close()
+    check(engine)
+    assert len(published(computing)) == len(PROMPTS[0]) // 4  # no page of the other prompt
+
+
 # --- greeting
 
 
@@ -511,8 +546,8 @@ FORMAT = {"kind": "format", "made_for": {}}
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
-        ([{"kind": "hello", "version": 1, "made_for": {}}], "hello.version: expected 2, got 1"),
-        ([{"kind": "hello"}], "hello.version: expected 2, got nothing"),
+        ([{"kind": "hello", "version": 1, "made_for": {}}], "hello.version: expected 3, got 1"),
+        ([{"kind": "hello"}], "hello.version: expected 3, got nothing"),
         ([hello("decode") | {"nonce": 3}], "hello.nonce: expected a str"),
         ([hello("decode") | {"role": "other"}], "hello.role: expected one of prefill, decode, got 'other'"),
         ([hello("prefill")], "expected a process of the other role"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from pallas_attn.models.engine.kv_transfer.transport import Transport
 
-VERSION = 2
+VERSION = 3
 NONCES = {"prefill": "00" * 32, "decode": "11" * 32}
 
 

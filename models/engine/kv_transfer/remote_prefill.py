@@ -51,7 +51,7 @@ from pallas_attn.models.engine.request import Request, SamplingParams, as_intege
 from pallas_attn.models.engine.token_filter import TokenFilter
 from pallas_attn.models.engine.tracked_request import TrackedRequest
 
-VERSION = 2
+VERSION = 3
 """Version of the message format."""
 
 MAX_PROMPTS = 256
@@ -84,6 +84,7 @@ _GREETING: dict[str, dict[str, Kind]] = {
 
 _TO_PREFILL: dict[str, dict[str, Kind]] = _GREETING | {
     "prompt": {"number": _NUMBER, "salt": _SALT},
+    "abort": {"number": _NUMBER},
     "bye": {},
 }
 """Fields of messages to the prefill process, by kind. A prompt has the array `tokens` (int32 [n])."""
@@ -409,11 +410,13 @@ class _PrefillServer:
                         raise TransferError(f"transport: prompt.number: expected {wanted}, got {header['number']}")
                     self._next = header["number"] + 1
                     self._add(header["number"], arrays["tokens"].tolist(), header["salt"])
+                case "abort":
+                    self._abort(header["number"])
                 case "bye":
                     self._ended = True
                     return
                 case kind:
-                    raise TransferError(f"transport: kind: expected prompt or bye, got {kind}")
+                    raise TransferError(f"transport: kind: expected prompt, abort or bye, got {kind}")
 
     def _said_bye(self, inbox: _Inbox) -> bool:
         """Read the remaining messages after the connection was lost, for up to 1 s. Return whether one is `bye`."""
@@ -443,15 +446,28 @@ class _PrefillServer:
             return
         self._numbers[tracked.request.request_id] = number
 
+    def _abort(self, number: int) -> None:
+        """End a prompt, unless it has ended. `_finish_prompts` then sends `done` for it.
+
+        Raises:
+          TransferError: the other process has sent no prompt with this number.
+        """
+        if number >= self._next:
+            wanted = f"the number of a prompt, less than {self._next}"
+            raise TransferError(f"transport: abort.number: expected {wanted}, got {number}")
+        for tracked in self._prompts:
+            if self._numbers.get(tracked.request.request_id) == number:
+                self._engine.abort(tracked.request.request_id)
+
     def _refuse(self, number: int, reason: str) -> None:
         _send(self._transport, {"kind": "refused", "number": number, "reason": reason[:1000]})
 
     def _finish_prompts(self, feed: WrittenFeed) -> None:
-        """For each computed prompt, queue a `done` message that is sent after the prompt's last layer."""
+        """For each computed or aborted prompt, queue a `done` message that is sent after the prompt's last layer."""
         for tracked in [t for t in self._prompts if t.finish_reason is not None]:
             self._prompts.remove(tracked)
             self._engine.forget(tracked.request.request_id)
-            self._served += 1
+            self._served += tracked.finish_reason != "abort"
             feed.afterwards(functools.partial(self._done, tracked.request.request_id))
 
     def _done(self, request_id: RequestId) -> None:
@@ -614,7 +630,7 @@ class RemotePrefill:
         return prompt.incoming
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop a pending prompt, and release its pages. The prefill process still computes the prompt.
+        """Drop a pending prompt, and release its pages. The prefill process ends the prompt before its next step.
 
         Returns:
           False if no pending prompt has this id.
@@ -623,8 +639,17 @@ class RemotePrefill:
             if prompt.request_id == request_id:
                 del self._prompts[number]
                 prompt.incoming.close()
+                self._end_in_prefill(number)
                 return True
         return False
+
+    def _end_in_prefill(self, number: int) -> None:
+        """Let the prefill process end a prompt that it may still compute. The next `poll` raises if this fails."""
+        if self._error is None and number in self._sent:
+            try:
+                _send(self._transport, {"kind": "abort", "number": number})
+            except TransferError as error:
+                self._fail(error)
 
     def _checked(
         self,
@@ -766,7 +791,9 @@ class RemotePrefill:
             outputs = {tracked.request.request_id: tracked.output() for tracked in own}
             return [outputs[prompt.request_id] for prompt in added]
         finally:
-            self._prompts = {number: prompt for number, prompt in self._prompts.items() if prompt not in added}
+            for number in [number for number, prompt in self._prompts.items() if prompt in added]:
+                del self._prompts[number]
+                self._end_in_prefill(number)
             for prompt in added:
                 prompt.incoming.close()
             _remove(self._engine, own)
@@ -867,6 +894,7 @@ class RemotePrefill:
                 continue
             prompt.add(prompt.incoming)
             self._prompts.pop(number, None)  # `add` may have called `abort`
+            self._end_in_prefill(number)  # only `compute_here` adds prompts that are not done
             added.append(prompt.request_id)
         return added, in_use
 
