@@ -170,7 +170,7 @@ def serving(llm: LLM, tokenizer: Path) -> Iterator[Served]:
     with listen("127.0.0.1", 0) as listener, end:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.listen()
-        engine = EngineThread(llm, own, options.limits)
+        engine = EngineThread(llm, own, options.limits, starts_checkers=True)
         process = http_process.start(options, listener, end)
     try:
         while not is_ready(url):

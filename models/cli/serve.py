@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         listener.listen(_BACKLOG)
         own, end = socket.socketpair()
         with end:
-            engine = EngineThread(llm, own, server_options.limits, at_end, workers)
+            engine = EngineThread(llm, own, server_options.limits, at_end, workers, starts_checkers=True)
             process = http_process.start(server_options, listener, end)
         _say_address(options, listener)
     status = _wait(process, engine)

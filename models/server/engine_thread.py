@@ -102,6 +102,8 @@ class EngineThread:
       limits: limits of the server.
       at_end: function that the thread calls at its end, unless it has failed.
       workers: prefill workers; None to compute all prompts here. Only the thread uses them afterwards.
+      starts_checkers: whether the processes that check grammars start at once. Otherwise the first requests with
+        grammars start them, and wait for about a second if the vocabulary has 100,000 tokens.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class EngineThread:
         limits: ServerLimits,
         at_end: Callable[[], object] = lambda: None,
         workers: PrefillWorkers | None = None,
+        starts_checkers: bool = False,
     ):
         self._llm, self._socket, self._limits, self._at_end = llm, EngineSocket(end), limits, at_end
-        self._workers = workers
+        self._workers, self._starts_checkers = workers, starts_checkers
+        self._has_grammars = threading.Event()  # set when `LLM.grammars` was made or has failed
         self._commands: queue.SimpleQueue[OpenRequest | Abort | EngineEnded] = queue.SimpleQueue()
         self._with_grammars: queue.SimpleQueue[Add | None] = queue.SimpleQueue()  # None to end a thread
         self._lock = threading.Lock()  # of `_preparing`, together with `_commands.put`
@@ -176,15 +180,18 @@ class EngineThread:
 
     def _compile(self) -> None:
         """Prepare requests with grammars."""
-        checker: GrammarChecker | None = None
+
+        @functools.cache
+        def checker() -> GrammarChecker:
+            grammars = self._llm.grammars
+            return GrammarChecker(grammars.tokens, grammars.special_token_ids, grammars.eos_token_ids)
 
         def check(outputs: StructuredOutputs) -> str:
-            nonlocal checker
-            if checker is None:
-                grammars = self._llm.grammars
-                checker = GrammarChecker(grammars.tokens, grammars.special_token_ids, grammars.eos_token_ids)
-            return checker.check(*given_field(outputs))
+            return checker().check(*given_field(outputs))
 
+        if self._starts_checkers and self._has_grammars.wait():
+            with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # raised again by a request
+                checker()
         while (message := self._with_grammars.get()) is not None:
             try:
                 self._prepare(message, check)
@@ -245,6 +252,7 @@ class EngineThread:
             if self._llm.tokenizer is not None:
                 with contextlib.suppress(ValueError, NotImplementedError):  # models without grammars
                     _ = self._llm.grammars
+            self._has_grammars.set()
             seconds = self._llm.engine.warmup()
             stats = self._llm.engine.stats()
             LOGGER.info("ready; %d shapes of steps were compiled in %.0f s", stats.compilations, seconds)
@@ -257,6 +265,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  reported by the HTTP server
             failure = f"{type(error).__name__}: {error}"
         finally:
+            self._has_grammars.set()
             self._socket.send(EngineEnded(failure))
             if self._workers is not None:
                 self._workers.close()

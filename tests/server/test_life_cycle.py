@@ -498,6 +498,22 @@ def test_grammar_is_compiled_once_and_not_after_an_abort(llm: LLM, monkeypatch: 
     assert compiled == ["b*"]
 
 
+def test_checkers_start_before_the_first_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = list[int](), GrammarChecker.__init__
+
+    def record(self: GrammarChecker, tokens: Any, *arguments: Any) -> None:
+        make(self, tokens, *arguments)
+        made.append(len(tokens))
+
+    monkeypatch.setattr(GrammarChecker, "__init__", record)
+    of_engine, of_server = socket.socketpair()
+    with of_server:
+        engine = EngineThread(llm, of_engine, ServerLimits(), starts_checkers=True)
+        wait_for(lambda: len(made) == 2)  # one for each thread
+        of_server.shutdown(socket.SHUT_WR)
+        wait_for(lambda: not engine.thread_runs())
+
+
 def test_prompts_with_a_shared_grammar_have_own_states(server: Running) -> None:
     response = complete(server, prompt=["hello", "a", "b"], guided_choice=["hello"], max_tokens=20)
     assert [choice["text"] for choice in response.json()["choices"]] == ["hello"] * 3
