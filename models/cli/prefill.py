@@ -54,7 +54,8 @@ def add_prefill(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds without the end of a prompt or a layer of new pages after which a worker counts as lost (default: %(default)g)",
+        help="seconds without the end of a prompt or a layer of new pages after which a worker counts as lost"
+        " (default: %(default)g)",
     )
 
 
