@@ -37,6 +37,7 @@ from pallas_attn.ops.write_latent import write_latent as write_latent
 # Metadata of a step (plans, slots, positions, prefix sums), computed once for all layers.
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
+from pallas_attn.portable.metadata import entry_range as entry_range
 from pallas_attn.portable.metadata import entry_slots as entry_slots
 from pallas_attn.portable.metadata import is_prefill as is_prefill
 from pallas_attn.portable.metadata import layer_slots as layer_slots
@@ -45,6 +46,7 @@ from pallas_attn.portable.metadata import slot_mapping as slot_mapping
 from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import token_slots as token_slots
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
+from pallas_attn.portable.metadata import window_range as window_range
 from pallas_attn.portable.metadata import window_slots as window_slots
 
 # Types: caches, their shapes, and other arguments of operations.
@@ -58,6 +60,7 @@ from pallas_attn.types import PagedKV as PagedKV
 from pallas_attn.types import PagedLatent as PagedLatent
 from pallas_attn.types import PlanKey as PlanKey
 from pallas_attn.types import Rope as Rope
+from pallas_attn.types import SlotRange as SlotRange
 from pallas_attn.types import index_cache_spec as index_cache_spec
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec

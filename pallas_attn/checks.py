@@ -36,6 +36,7 @@ from pallas_attn.types import (
     PagedLatent,
     PlanKey,
     Rope,
+    SlotRange,
     latent_group,
 )
 
@@ -553,6 +554,17 @@ def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S
     may therefore be padded with zeros. Tokens before the first sum, and from the largest sum on, belong to no sequence.
     """
     return jnp.clip(lax.cummax(cu_lens), 0, total)
+
+
+def bound_range(keys: SlotRange, page_size: int) -> SlotRange:
+    """Return the range with sequences, positions and counts clipped to the block tables."""
+    sequences, table_pages = keys.block_tables.shape
+    end = min(table_pages * page_size, INT32_RANGE.max)
+    known = (keys.sequence >= 0) & (keys.sequence < sequences) & (keys.first >= 0) & (keys.first < end)
+    sequence, first, count = (jnp.where(known, x, 0) for x in (keys.sequence, keys.first, keys.count))
+    return SlotRange(
+        keys.block_tables, sequence, first, jnp.clip(count, 0, jnp.minimum(end - first, keys.size)), keys.size
+    )
 
 
 def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:

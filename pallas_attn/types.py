@@ -506,6 +506,35 @@ class HeadWindow:
     sink_tokens: Int32[Array, "Hkv"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotRange:
+    """Consecutive keys of a sequence that each packed query token attends to, from `window_range` or `entry_range`.
+
+    `mla_sparse` takes it instead of a list of slots. Key i of a token is at position first + i of its sequence, and its
+    slot follows from the block table. A key on an absent page is ignored. A token has no keys if its `sequence` is
+    outside the block tables or `first` is negative. Keys past the end of the block table are ignored.
+
+    Attributes:
+      block_tables: [S, P], page ids.
+      sequence: int32 [T], row of `block_tables` of each token.
+      first: int32 [T], position of the first key.
+      count: int32 [T], number of keys.
+      size: maximum of `count`; kernels ignore further keys.
+
+    Example:
+      >>> tables, zero = jnp.array([[5, 0]], jnp.int32), jnp.zeros(2, jnp.int32)
+      >>> pallas_attn.SlotRange(tables, zero, zero, jnp.array([6, 7], jnp.int32), size=8).size
+      8
+    """
+
+    block_tables: Int32[Array, "S P"]
+    sequence: Int32[Array, "T"]
+    first: Int32[Array, "T"]
+    count: Int32[Array, "T"]
+    size: int = dataclasses.field(metadata={"static": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanKey:
     """Sizes and options of a decode call that a `DecodePlan` depends on.

@@ -31,11 +31,14 @@ from pallas_attn import (
     PAGE_NONE,
     PagedIndexKeys,
     PagedLatent,
+    SlotRange,
     compress_and_write,
+    entry_range,
     entry_slots,
     index_top_k,
     mla_sparse,
     token_slots,
+    window_range,
     window_slots,
     write_latent,
 )
@@ -124,8 +127,10 @@ class V4Step:
       cu_q_lens: int32 [S + 1], prefix sums of the new tokens.
       kv_lens: int32 [S], number of tokens of each sequence, including the new tokens; 0 for padding.
       window: int32 [T, W], slots of the keys in the window of each token; -1 for no key.
-      entries: int32 [T, K], slots of all entries that each token sees in HCA layers; -1 for no entry. None without HCA
-        layers.
+      window_range: the keys in the window of each token, for layers without an indexer; None if these layers use
+        `window`.
+      entries: int32 [T, K], slots of all entries that each token sees in HCA layers; -1 for no entry. A range if
+        `window_range` is given. None without HCA layers.
       states: places of compressor rows, by the index of the cache group.
     """
 
@@ -133,12 +138,13 @@ class V4Step:
     cu_q_lens: Int32[Array, "S_plus_1"]
     kv_lens: Int32[Array, "S"]
     window: Int32[Array, "T W"]
-    entries: Int32[Array, "T K"] | None
+    window_range: SlotRange | None
+    entries: Int32[Array, "T K"] | SlotRange | None
     states: dict[int, StateRows]
 
 
-def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) -> V4Step:
-    """Return the metadata of a step that all layers share.
+def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int, *, slot_ranges: bool = False) -> V4Step:
+    """Return the metadata of a step that all layers share. `slot_ranges` is a field of `AttentionSettings`.
 
     Raises:
       NotImplementedError: the drafts form trees, or decode rows have more tokens than `most_queries`.
@@ -152,10 +158,11 @@ def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) ->
     tables = tuple(_packed_tables(metadata.of_group(group), metadata, repeats) for group in groups)
     lengths = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "length": metadata.num_tokens}
     window = window_slots(tables[0], **lengths, page_size=page_size, window=config.sliding_window)
+    seen = window_range(tables[0], **lengths, window=config.sliding_window) if slot_ranges else None
     entries = None
     if config.has_hca:
-        rate = config.hca_rate
-        entries = entry_slots(tables[1], **lengths, ratio=rate, page_size=page_size // rate)
+        all_entries, rate = entry_range if slot_ranges else entry_slots, config.hca_rate
+        entries = all_entries(tables[1], **lengths, ratio=rate, page_size=page_size // rate)
     states = {}
     for number, group in enumerate(config.cache_groups):
         if "state" in group.caches:
@@ -163,7 +170,7 @@ def v4_step(config: DeepseekV4Config, metadata: StepMetadata, page_size: int) ->
             starts = jnp.maximum(kv_lens - jnp.diff(cu_q_lens), 0) if has_chunks else None
             places = tables[number], metadata.of_group(number).slots, page_size, starts
             states[number] = _state_rows(config, group.layers[0], *places)
-    return V4Step(tables, cu_q_lens, kv_lens, window, entries, states)
+    return V4Step(tables, cu_q_lens, kv_lens, window, seen, entries, states)
 
 
 def check_queries(config: DeepseekV4Config, queries: int, page_size: int) -> None:
@@ -407,11 +414,12 @@ class CompressedAttention(nnx.Module):
         extra: dict[str, typing.Any] = {}
         if chosen is not None:
             extra = {"extra_cache": cache.entries, "extra_slots": chosen}
+        seen = step.window if self.indexer is not None or step.window_range is None else step.window_range
         out: typing.Any = mla_sparse(
             q,
             None,
             cache.window,
-            step.window,
+            seen,
             sm_scale=self.config.sm_scale,
             sinks=self.sinks[...],
             **extra,
@@ -431,7 +439,7 @@ class CompressedAttention(nnx.Module):
         residual: Float[Array, "T rank"],
         inputs: V4Inputs,
         step: V4Step,
-    ) -> tuple[CompressedCache, Int32[Array, "T K"] | None]:
+    ) -> tuple[CompressedCache, Int32[Array, "T K"] | SlotRange | None]:
         """Write compressor rows and entries. Return the caches, and the slots of the entries that each token attends
         to; None without a compressor."""
         if self.compressor is None:

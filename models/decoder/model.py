@@ -373,7 +373,7 @@ class Decoder(nnx.Module):
             case (GQAConfig() | Gemma4Config()) as config, PagedKV() as cache:
                 return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype, self.contexts)
             case DeepseekV4Config() as config, CompressedCache() as cache:
-                return [v4_step(config, metadata, cache.window.page_size)]
+                return [v4_step(config, metadata, cache.window.page_size, slot_ranges=self.settings.slot_ranges)]
             case config, cache:
                 raise ValueError(f"caches: a {config.model_type} model cannot attend to a {type(cache).__name__}")
 

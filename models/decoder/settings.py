@@ -25,6 +25,8 @@ class AttentionSettings:
       cascade_saved_bytes: argument `min_saved_bytes` of `cascade_decode`, which engines with
         `EngineConfig.cascade_attention` call: minimum number of bytes of page reads per layer that a step must save.
         None for the default of `cascade_decode`.
+      slot_ranges: whether layers of DeepSeek-V4 without an indexer give `mla_sparse` ranges of keys (`SlotRange`)
+        instead of lists of slots. Kernels for GPUs have not run in this form, so the default is False.
 
     Raises:
       ValueError: unknown value of mla, index_topk below 1, or cascade_saved_bytes below 0.
@@ -37,6 +39,7 @@ class AttentionSettings:
     index_topk: int | None = None
     batch_invariant: bool = False
     cascade_saved_bytes: int | None = None
+    slot_ranges: bool = False
 
     def __post_init__(self) -> None:
         if self.mla not in ("auto", "absorb", "expand"):

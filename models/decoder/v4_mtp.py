@@ -96,7 +96,8 @@ class V4MTP(nnx.Module):
         streams = hidden.reshape(hidden.shape[0], self.config.hc_mult, -1)
         x = module.join(embed(next_tokens, self.embed_tokens, self.config.vocab_size), streams)
         inputs = v4_inputs(config, next_tokens, metadata.positions)
-        step, slots = v4_step(config, metadata, cache.window.page_size), metadata.of_group(0).slots
+        ranges, slots = module.layer.attn.settings.slot_ranges, metadata.of_group(0).slots
+        step = v4_step(config, metadata, cache.window.page_size, slot_ranges=ranges)
         x, cache, _ = layer_function()(*nnx.split(module.layer), x, inputs, cache, slots, step)
         return x.reshape(hidden.shape), (*caches[:index], cache, *caches[index + 1 :])
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from pallas_attn import checks
 from pallas_attn.portable.segments import segment_of
 from pallas_attn.portable.visibility import head_windows
-from pallas_attn.types import PAGE_NONE, HeadWindow
+from pallas_attn.types import PAGE_NONE, HeadWindow, SlotRange
 
 
 def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
@@ -179,12 +179,8 @@ def window_slots(
       >>> pallas_attn.window_slots(block_tables, cu_q_lens, kv_lens, page_size=4, window=3, length=3).tolist()
       [[22, 23, 0], [23, 0, 1], [-1, -1, -1]]
     """
-    block_tables, sequence, position = _locate_in(block_tables, cu_q_lens, kv_lens, length)
-    window = checks.size("window", window)
-    first = jnp.maximum(position - (window - 1), 0)[:, None]
-    seen = first + jnp.arange(window, dtype=jnp.int32)[None]
-    seen = jnp.where(seen <= position[:, None], seen, -1)
-    return _slots_of(seen, block_tables, sequence, checks.size("page_size", page_size))
+    page_size = checks.size("page_size", page_size)
+    return range_slots(window_range(block_tables, cu_q_lens, kv_lens, window=window, length=length), page_size)
 
 
 def entry_slots(
@@ -222,11 +218,85 @@ def entry_slots(
       >>> pallas_attn.entry_slots(block_tables, cu_q_lens, kv_lens, ratio=4, page_size=2, length=3).tolist()
       [[10, 11, -1, -1], [10, 11, -1, -1], [10, 11, 0, -1]]
     """
+    seen = entry_range(block_tables, cu_q_lens, kv_lens, ratio=ratio, page_size=page_size, length=length)
+    return range_slots(seen, page_size)
+
+
+def window_range(
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    window: int,
+    length: int,
+) -> SlotRange:
+    """Return the keys in the window of each packed new token, an argument of `mla_sparse`.
+
+    `window_slots` returns their slots; the arguments are those of `window_slots`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit each other.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 2], jnp.int32), jnp.array([6], jnp.int32)
+      >>> keys = pallas_attn.window_range(block_tables, cu_q_lens, kv_lens, window=3, length=3)
+      >>> keys.first.tolist(), keys.count.tolist()
+      ([2, 3, 0], [3, 3, 0])
+    """
     block_tables, sequence, position = _locate_in(block_tables, cu_q_lens, kv_lens, length)
-    page_size = checks.size("page_size", page_size)
-    entry = jnp.arange(block_tables.shape[1] * page_size, dtype=jnp.int32)[None]
-    visible = entry < ((position + 1) // checks.size("ratio", ratio))[:, None]
-    return _slots_of(jnp.where(visible, entry, -1), block_tables, sequence, page_size)
+    window = checks.size("window", window)
+    first = jnp.maximum(position - (window - 1), 0)
+    return SlotRange(block_tables, sequence, first, position + 1 - first, window)
+
+
+def entry_range(
+    block_tables: Int32[Array, "S P"],
+    cu_q_lens: Int32[Array, "S_plus_1"],
+    kv_lens: Int32[Array, "S"],
+    *,
+    ratio: int,
+    page_size: int,
+    length: int,
+) -> SlotRange:
+    """Return all compressed entries that each packed new token sees, an argument of `mla_sparse`.
+
+    `entry_slots` returns their slots; the arguments are those of `entry_slots`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit each other.
+
+    Example:
+      >>> block_tables = jnp.array([[5, 0]], jnp.int32)
+      >>> cu_q_lens, kv_lens = jnp.array([0, 3], jnp.int32), jnp.array([12], jnp.int32)
+      >>> keys = pallas_attn.entry_range(block_tables, cu_q_lens, kv_lens, ratio=4, page_size=2, length=3)
+      >>> keys.count.tolist(), keys.size
+      ([2, 2, 3], 4)
+    """
+    block_tables, sequence, position = _locate_in(block_tables, cu_q_lens, kv_lens, length)
+    size = block_tables.shape[1] * checks.size("page_size", page_size)
+    count = jnp.minimum((position + 1) // checks.size("ratio", ratio), size)
+    return SlotRange(block_tables, sequence, jnp.zeros_like(count), count, size)
+
+
+def range_slots(keys: SlotRange, page_size: int) -> Int32[Array, "T size"]:
+    """Return the slots of all keys of a range; -1 for places after the keys of a token, and for keys on absent pages.
+
+    Args:
+      keys: a range with valid sequences, positions and counts.
+      page_size: ps.
+    """
+    tokens, places = (jnp.arange(n, dtype=jnp.int32) for n in (keys.count.shape[0], keys.size))
+    return range_slots_at(keys, tokens, places, page_size)
+
+
+def range_slots_at(
+    keys: SlotRange, tokens: Int32[Array, "W"], places: Int32[Array, "n"], page_size: int
+) -> Int32[Array, "W n"]:
+    """Return the slots of the keys with these indices in the ranges of some tokens, as `range_slots` does."""
+    positions = keys.first[tokens][:, None] + places[None]
+    positions = jnp.where(places[None] < keys.count[tokens][:, None], positions, -1)
+    return _slots_of(positions, keys.block_tables, keys.sequence[tokens], page_size)
 
 
 def _locate_in(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent
+from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, SlotRange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +168,18 @@ def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], s
     if key not in _ALLOCATED:
         _ALLOCATED[key] = jax.eval_shape(lambda: cache.allocate(spec))
     return _ALLOCATED[key]
+
+
+def slots_of_tokens(tokens: int, size: int, page_size: int | None) -> Any:
+    """Return the shapes of `size` slots of each token: a list, or for a page size a range of keys. Each token is a
+    sequence.
+    """
+    ints = functools.partial(shape, tokens, dtype=jnp.int32)
+    if page_size is None:
+        return ints(size)
+    tables: Any = ints(-(-size // page_size))
+    each: Any = ints()
+    return SlotRange(tables, each, each, each, size)
 
 
 def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

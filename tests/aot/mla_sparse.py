@@ -20,7 +20,7 @@ from pallas_attn.ops.mla_sparse import mosaic_bf16
 from pallas_attn.ops.mla_sparse.mosaic_fp8 import SparseFp8Scratch
 from pallas_attn.ops.mla_sparse.mosaic_items import SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, POWER_OF_TWO, SMALL_LATENT_GROUP
-from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
+from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape, slots_of_tokens
 
 ROWS, TOKENS, TOP_K, WINDOW = 64, 64, 2048, 128
 
@@ -41,6 +41,8 @@ class Configuration:
       pages: number of pages of the pool.
       extra: whether the call has a second cache, sinks and no rotated columns, as in DeepSeek-V4. The first cache then
         has a window of 128 tokens. With `quantised`, the caches have records of 584 bytes.
+      ranges: whether tokens attend to ranges of keys, with `extra` to the entries of HCA layers in pages of 2 entries;
+        else only to a window.
     """
 
     latent_dim: int = 512
@@ -51,6 +53,7 @@ class Configuration:
     out: Any = None
     pages: int = 65536
     extra: bool = False
+    ranges: bool = False
 
     def __str__(self) -> str:
         named = {
@@ -58,6 +61,7 @@ class Configuration:
             "-f16": self.dtype == jnp.float16,
             "-f32-out": self.out == jnp.float32,
             "-v4": self.extra,
+            "-ranges": self.ranges,
         }
         tokens = "" if self.tokens == 128 else f"-t{self.tokens}"
         name = f"mla-sparse-{self.latent_dim}-h{self.heads}{tokens}"
@@ -71,9 +75,8 @@ class Configuration:
             kind = {"dtype": LATENT_8BIT, "rope_dtype": self.dtype}
         if self.records:
             kind["scale_dtype"] = POWER_OF_TWO
-        spec = latent_cache_spec(
-            num_pages=self.pages,
-            page_size=64,
+        spec_of = functools.partial(
+            latent_cache_spec,
             latent_dim=self.latent_dim - (64 if self.records else 0),
             rope_dim=64 if self.records else self.rope_dim,
             **kind,
@@ -81,12 +84,14 @@ class Configuration:
         arguments = {
             "q_latent": shape(self.tokens, self.heads, self.latent_dim, dtype=self.dtype),
             "q_rope": None if self.extra else shape(self.tokens, self.heads, 64, dtype=self.dtype),
-            "cache": allocated(PagedLatent, spec),
-            "slots": shape(self.tokens, WINDOW if self.extra else TOP_K, dtype=jnp.int32),
+            "cache": allocated(PagedLatent, spec_of(num_pages=self.pages, page_size=64)),
+            "slots": slots_of_tokens(self.tokens, WINDOW if self.extra else TOP_K, 64 if self.ranges else None),
         }
         if self.extra:
-            arguments["extra_cache"] = allocated(PagedLatent, spec)
-            arguments["extra_slots"] = shape(self.tokens, TOP_K - WINDOW, dtype=jnp.int32)
+            page_size = 2 if self.ranges else 64
+            extra = spec_of(num_pages=self.pages * 64 // page_size, page_size=page_size)
+            arguments["extra_cache"] = allocated(PagedLatent, extra)
+            arguments["extra_slots"] = slots_of_tokens(self.tokens, TOP_K - WINDOW, page_size if self.ranges else None)
             arguments["sinks"] = shape(self.heads, dtype=jnp.float32)
         return arguments
 
@@ -120,6 +125,7 @@ class Configuration:
             "splits": 1,
             "sm_scale": 0.1,
             "small_groups": self.records,
+            "page_sizes": (64, 2)[: 2 if self.extra else 1] if self.ranges else (),
         }
         if self.quantised:
             return shared_memory.block_bytes(SparseFp8Scratch.types(SparseStatic(**facts), self.dtype))
@@ -156,6 +162,8 @@ def configurations() -> Iterator[Configuration]:
         yield Configuration(heads=96, quantised=quantised)
     for quantised, heads, tokens in itertools.product((False, True), (16, 64, 128), (8, 128, 2048)):
         yield Configuration(heads=heads, tokens=tokens, quantised=quantised, extra=True)
+    for quantised, (heads, tokens), extra in itertools.product((False, True), ((64, 8), (128, 2048)), (False, True)):
+        yield Configuration(heads=heads, tokens=tokens, quantised=quantised, extra=extra, ranges=True)
     yield Configuration(320, 20, out=jnp.float32, quantised=True, extra=True)
     yield Configuration(448)
     yield Configuration(dtype=jnp.float16)

@@ -24,7 +24,7 @@ from pallas_attn.models.engine.draw_kernel import draw_rows
 from pallas_attn.ops.compress_and_write.config import CompressConfig
 from pallas_attn.ops.plan_decode import Mode
 from pallas_attn.runtime import device, tuning
-from tests.aot.case import allocated, shape
+from tests.aot.case import allocated, shape, slots_of_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -587,18 +587,24 @@ def latents_of_v4() -> PagedLatent:
     )
 
 
-def two_caches(heads: int, *, num_tokens: int = 512, extra_k: int = 1024, quantised: bool = False) -> TritonCase:
+def two_caches(
+    heads: int, *, num_tokens: int = 512, extra_k: int = 1024, quantised: bool = False, ranges: bool = False
+) -> TritonCase:
     """Return a case of `mla_sparse` as DeepSeek-V4 calls it: a window of 128 tokens and compressed entries, 512 columns
     without rotated keys, and sinks.
+
+    Args:
+      ranges: whether slots are ranges of keys.
     """
+    slots = functools.partial(slots_of_tokens, num_tokens, page_size=64 if ranges else None)
     cache = latents_of_v4() if quantised else latents("bf16", 512, 0)
     arguments = {
         "q_latent": shape(num_tokens, heads, 512, dtype=jnp.bfloat16),
         "q_rope": None,
         "cache": cache,
-        "slots": shape(num_tokens, 128, dtype=jnp.int32),
+        "slots": slots(128),
         "extra_cache": cache,
-        "extra_slots": shape(num_tokens, extra_k, dtype=jnp.int32),
+        "extra_slots": slots(extra_k),
         "sinks": shape(heads, dtype=jnp.float32),
     }
     call = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="triton")
@@ -723,6 +729,12 @@ SPARSE = {
     **{f"mla-sparse-two-caches-h{heads}": two_caches(heads) for heads in (8, 16, 64, 128)},
     "mla-sparse-two-caches-split": two_caches(64, num_tokens=1),
     **{f"mla-sparse-two-caches-fp8-h{heads}": two_caches(heads, quantised=True) for heads in (8, 16, 64, 128)},
+    **{f"mla-sparse-two-caches-ranges-h{heads}": two_caches(heads, ranges=True) for heads in (8, 64, 128)},
+    "mla-sparse-two-caches-ranges-split": two_caches(64, num_tokens=1, ranges=True),
+    **{
+        f"mla-sparse-two-caches-fp8-ranges-h{heads}": two_caches(heads, quantised=True, ranges=True)
+        for heads in (8, 64, 128)
+    },
     "compress-512-4": compress(512, 4),
     "compress-512-128": compress(512, 128),
     "compress-512-4-v4": compress(512, 4, "v4"),

@@ -16,6 +16,7 @@ from pallas_attn import (
     PagedIndexKeys,
     PagedKV,
     PagedLatent,
+    SlotRange,
     gather_latent,
     index_scores,
     index_top_k,
@@ -51,8 +52,8 @@ class Target:
     Attributes:
       function: the operation.
       arrays: array arguments by name.
-      metadata: names of the arguments that tests fill with invalid numbers: lengths, block tables, slots, and "window"
-      for both arrays of a `HeadWindow`.
+      metadata: names of the arguments that tests fill with invalid numbers: lengths, block tables, slots, "window" for
+      both arrays of a `HeadWindow`, and names such as "slots.first" for an array of a `SlotRange`.
       static: other arguments by name.
       exact: whether all implementations must return the same bits.
       unsupported: ids of the backends that do not support the call.
@@ -80,6 +81,12 @@ class Target:
                 fields = [np.array(x) for x in (arrays[name].window, arrays[name].sink_tokens)]
                 fields[place % 2].flat[place // 2 % HKV] = value
                 arrays[name] = HeadWindow(*map(jnp.asarray, fields))
+                continue
+            if "." in name:
+                name, field = name.split(".")
+                changed = np.array(getattr(arrays[name], field))
+                changed.flat[place % changed.size] = value
+                arrays[name] = dataclasses.replace(arrays[name], **{field: changed})
                 continue
             arrays[name] = np.array(arrays[name])
             arrays[name].flat[place % arrays[name].size] = value
@@ -197,6 +204,26 @@ def chosen_of_two(cache: PagedLatent) -> dict[str, Any]:
     return {**chosen(cache), "extra_cache": extra_cache, "extra_slots": extra_slots, "sinks": sinks}
 
 
+def ranges_of_two(cache: PagedLatent) -> dict[str, Any]:
+    """Return the arguments of `chosen_of_two` with ranges of keys. The second cache has pages of 4 tokens."""
+    arrays = chosen_of_two(cache)
+    arrays["extra_cache"] = jax.tree.map(lambda x: x.reshape(-1, 4, x.shape[-1]), arrays["extra_cache"])
+    sequence, first = ints(0, 0, 0, 0, 0, 2, 2, 1, 1), ints(0, 1, 17, 40, 63, 5, 0, 30, 31)
+    extra = np.random.default_rng(8).permutation((N - 2) * 4)[: 3 * 8].reshape(3, 8).astype(np.int32)
+    fields: Any = {
+        "slots": (TABLES, sequence, first, ints(20, 20, 20, 20, 1, 9, 0, 3, 20)),
+        "extra_slots": (extra, sequence, first // 4, ints(17, 17, 5, 0, 0, 1, 0, 16, 17)),
+    }
+    for name, (tables, *tokens) in fields.items():
+        arrays[name] = SlotRange(tables, *tokens, size=int(tokens[-1].max()))
+    return arrays
+
+
+RANGES = tuple(
+    f"{name}.{field}" for name in ("slots", "extra_slots") for field in ("block_tables", "sequence", "first", "count")
+)
+
+
 def without(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if name not in names}
 
@@ -281,6 +308,13 @@ TARGETS = {
         mla_sparse,
         {**without(chosen_of_two(RECORDS), "q_rope"), "q_latent": 8 * values(9, HQ, 192)},
         ("slots", "extra_slots"),
+        {"q_rope": None, "sm_scale": 0.125, **LSE},
+    ),
+    "ranges of two caches": Target(mla_sparse, ranges_of_two(CHOSEN), RANGES, {"sm_scale": 0.125, **LSE}),
+    "ranges of records of two caches": Target(
+        mla_sparse,
+        {**without(ranges_of_two(RECORDS), "q_rope"), "q_latent": 8 * values(9, HQ, 192)},
+        RANGES,
         {"q_rope": None, "sm_scale": 0.125, **LSE},
     ),
     "write of index keys": Target(

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, token_slots
+from pallas_attn import PagedLatent, SlotRange, latent_cache_spec, mla_decode, mla_sparse, token_slots
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
@@ -42,6 +42,8 @@ class SparseCase:
       extra: number of slots of a second cache that each token selects, or () for one cache.
       sinks: whether heads have learned sinks.
       scattered: whether unused entries are between used entries, instead of after them.
+      ranges: whether slots are ranges of keys. Some keys are on absent pages then, and pages of a second cache have two
+        tokens.
       dtype: dtype of the queries, or None for `Backend.dtype`.
       cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
         rope columns are bfloat16.
@@ -59,6 +61,7 @@ class SparseCase:
     scaled: int = 0
     extra: tuple[int, ...] = ()
     sinks: bool = False
+    ranges: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,44 +73,56 @@ class Pool:
       stored: arrays of the cache.
       slots: [T, K].
       dead: bool [N, ps], true for cache slots that no token selects.
+      ranges: the slots as ranges of keys, or None.
     """
 
     latents: np.ndarray
     stored: tuple[np.ndarray, ...]
     slots: np.ndarray
     dead: np.ndarray
+    ranges: SlotRange | None
 
     @staticmethod
     def draw(
-        case: SparseCase, rng: np.random.Generator, dtype: str, chosen: tuple[int, ...], top_k: int, pages: int
+        case: SparseCase,
+        rng: np.random.Generator,
+        dtype: str,
+        chosen: tuple[int, ...],
+        top_k: int,
+        pages: int,
+        page_size: int = PS,
     ) -> Pool:
         """Draw a pool of which each token selects `chosen` slots, in `top_k` entries."""
-        scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
-        garbage = case.garbage if case.garbage == (-1,) else (*case.garbage, pages * PS)  # also the end of this pool
+        scale, ranges = 1.0 if dtype == "float32" else harness.HALF_SCALE, None
+        garbage = case.garbage if case.garbage == (-1,) else (*case.garbage, pages * page_size)  # also the end
         slots = rng.choice(garbage, (len(chosen), top_k)).astype(np.int32)
+        if case.ranges:
+            ranges, slots = draw_ranges(rng, chosen, top_k, pages, page_size)
         for row, count in zip(slots, chosen, strict=True):
+            if case.ranges:
+                break
             places = rng.permutation(top_k)[:count] if case.scattered else np.arange(count)
             row[places] = rng.permutation(np.arange(PS, pages * PS))[:count]  # several tokens may select the same slot
-        dead = np.ones(pages * PS, bool)
+        dead = np.ones(pages * page_size, bool)
         dead[slots[(slots >= 0) & (slots < dead.size)]] = False
         width = case.latent_dim + case.rope_dim
-        latents = rng.standard_normal((pages, PS, width)) * scale
+        latents = rng.standard_normal((pages, page_size, width)) * scale
         if case.cache_dtype != "float8_e4m3fn":
             latents = latents.astype(case.cache_dtype or dtype)
             stored = (latents,)
         else:
             stored_dim = case.scaled or case.latent_dim
             rope = latents[..., stored_dim:].astype(ml_dtypes.bfloat16)
-            groups = latents[..., :stored_dim].reshape(pages, PS, -1, 64 if case.scaled else 128)
+            groups = latents[..., :stored_dim].reshape(pages, page_size, -1, 64 if case.scaled else 128)
             scales = (scale * rng.uniform(0.02, 0.1, groups.shape[:-1])).astype(np.float32)
             if case.scaled:
                 scales = (2.0 ** rng.integers(-9, -5, scales.shape)).astype(np.float32)
             quantised = np.clip(groups / scales[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
-            meant = (quantised.astype(np.float32) * scales[..., None]).reshape(pages, PS, -1)
+            meant = (quantised.astype(np.float32) * scales[..., None]).reshape(pages, page_size, -1)
             kept = scales.astype(ml_dtypes.float8_e8m0fnu) if case.scaled else scales
             stored = quantised.reshape(meant.shape), kept, rope
             latents = np.concatenate([meant, rope.astype(np.float32)], axis=-1)
-        return Pool(latents.reshape(-1, width), stored, slots, dead.reshape(pages, PS))
+        return Pool(latents.reshape(-1, width), stored, slots, dead.reshape(pages, page_size), ranges)
 
     def cache(self, fill: Any) -> PagedLatent:
         return PagedLatent(*(jnp.asarray(fill(part, self.dead)) for part in self.stored))
@@ -116,6 +131,30 @@ class Pool:
         """Return the keys that a token selects, [keys, 1, L + R]."""
         slots = self.slots[token]
         return self.latents[slots[(slots >= 0) & (slots < self.latents.shape[0])]][:, None]
+
+
+def draw_ranges(
+    rng: np.random.Generator, chosen: tuple[int, ...], top_k: int, pages: int, page_size: int
+) -> tuple[SlotRange, np.ndarray]:
+    """Draw ranges of `chosen` keys, and return them with their slots; -1 for no slot.
+
+    Two tokens of a step belong to each of three sequences, further tokens to none. Sequences share pages. Every third
+    page of a sequence is absent or not in the pool, and so are the pages without a key of a token.
+    """
+    table_pages = min(-(-top_k // page_size) + 1, pages - 1)
+    tables = np.stack([rng.permutation(np.arange(1, pages))[:table_pages] for _ in range(3)]).astype(np.int32)
+    tables[:, 2::3] = rng.choice((-1, pages, harness.GARBAGE, -(2**31), 2**31 - 1), tables[:, 2::3].shape)
+    sequence = np.arange(len(chosen), dtype=np.int32) // 2
+    first = rng.integers(0, table_pages * page_size - np.array(chosen) + 1).astype(np.int32)
+    slots, used = np.full((len(chosen), top_k), -1, np.int32), np.zeros(tables.shape, bool)
+    for token, (s, count) in enumerate(zip(sequence, chosen, strict=True)):
+        for i, position in enumerate(range(first[token], first[token] + count) if s < len(tables) else ()):
+            page = tables[s, position // page_size]
+            used[s, position // page_size] = True
+            if 0 <= page < pages:
+                slots[token, i] = page * page_size + position % page_size
+    ranges = SlotRange(*map(jnp.asarray, (tables, sequence, first, np.array(chosen, np.int32))), size=top_k)
+    return replace(ranges, block_tables=jnp.where(used, tables, harness.GARBAGE)), slots
 
 
 @dataclass(frozen=True)
@@ -140,7 +179,8 @@ class SparseInputs:
         scale = 1.0 if dtype == "float32" else harness.HALF_SCALE
         pools = [Pool.draw(case, rng, dtype, case.chosen, case.top_k, PAGES)]
         if case.extra:
-            pools.append(Pool.draw(case, rng, dtype, case.extra, EXTRA_TOP_K, EXTRA_PAGES))
+            size = 2 if case.ranges else PS
+            pools.append(Pool.draw(case, rng, dtype, case.extra, EXTRA_TOP_K, EXTRA_PAGES * PS // size, size))
         q = rng.standard_normal((len(case.chosen), case.heads, case.latent_dim + case.rope_dim)) / scale
         sinks = rng.normal(3, 2, case.heads).astype(np.float32) if case.sinks else None
         return SparseInputs(case, rng, q.astype(dtype), tuple(pools), sinks)
@@ -152,10 +192,10 @@ class SparseInputs:
             "q_latent": self.q[..., : self.case.latent_dim],
             "q_rope": self.q[..., self.case.latent_dim :] if self.case.rope_dim else None,
             "cache": self.pools[0].cache(fill),
-            "slots": self.pools[0].slots,
+            "slots": self.pools[0].ranges or self.pools[0].slots,
         }
         for pool in self.pools[1:]:
-            arguments |= {"extra_cache": pool.cache(fill), "extra_slots": pool.slots}
+            arguments |= {"extra_cache": pool.cache(fill), "extra_slots": pool.ranges or pool.slots}
         return arguments if self.sinks is None else arguments | {"sinks": self.sinks}
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
@@ -219,6 +259,21 @@ CASES = {
         scattered=True,
         sinks=True,
     ),
+    "ranges": replace(BASE, ranges=True, chosen=(15, 40, 17, 0, 1, 33, 9)),
+    "ranges of two caches": replace(
+        BASE, ranges=True, rope_dim=0, chosen=(15, 40, 17, 0, 1, 33, 9), extra=(0, 70, 3, 40, 33, 0, 17), sinks=True
+    ),
+    "ranges of two caches, 8 bits": replace(
+        BASE,
+        ranges=True,
+        rope_dim=0,
+        latent_dim=192,
+        scaled=128,
+        cache_dtype="float8_e4m3fn",
+        chosen=(15, 40, 17, 0, 1, 33, 9),
+        extra=(0, 70, 3, 40, 33, 0, 17),
+        sinks=True,
+    ),
     "sinks": replace(BASE, sinks=True),
     "sinks, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True, sinks=True),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
@@ -250,16 +305,16 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     xla=[
         "float32", "one slot", "nothing chosen", "none between slots", "garbage for none",
         "no rotated columns", "two caches with rotated columns", "8 bits, all columns are values",
-        "two caches, 8 bits, all columns are values", "sinks",
+        "two caches, 8 bits, all columns are values", "sinks", "ranges", "ranges of two caches",
     ],
     mosaic=all_but(
         "rows of all kinds", "nothing chosen", "none between slots", "pairs of tiles over 8 bits",
-        "no rotated columns, wide", "two caches", "sinks, pairs of tiles",
+        "no rotated columns, wide", "two caches", "sinks, pairs of tiles", "ranges",
     ),
     triton=[
         "float32", "float16, latents of 96", "one slot", "garbage for none", "8 bits",
         "float32 over bfloat16", "float16 over 8 bits", "no rotated columns",
-        "two caches with rotated columns", "sinks",
+        "two caches with rotated columns", "sinks", "ranges of two caches",
     ],
 )  # fmt: skip
 @unsupported(
@@ -404,6 +459,7 @@ GOOD: dict[str, Any] = {
     "slots": jnp.zeros((4, 6), jnp.int32),
     "sm_scale": 0.1,
 }
+RANGE = SlotRange(jnp.zeros((2, 3), jnp.int32), *[jnp.zeros(4, jnp.int32)] * 3, size=6)
 EXTRA = {"extra_slots": jnp.zeros((4, 6), jnp.int32)}
 
 
@@ -456,6 +512,18 @@ BAD = {
     "slots of other tokens in a second cache": (
         "extra_slots",
         {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160))), "extra_slots": jnp.zeros((3, 6), jnp.int32)},
+    ),
+    "a range of other tokens": ("slots.first", {"slots": replace(RANGE, first=jnp.zeros(3, jnp.int32))}),
+    "float positions in a range": ("slots.count", {"slots": replace(RANGE, count=jnp.zeros(4))}),
+    "a range of no pages": ("slots.block_tables", {"slots": replace(RANGE, block_tables=jnp.zeros((2, 0), jnp.int32))}),
+    "a range of no keys": ("slots.size", {"slots": replace(RANGE, size=0)}),
+    "slots of a second cache next to a range": (
+        "extra_slots",
+        {"slots": RANGE, "extra_cache": PagedLatent(jnp.zeros((2, 3, 160))), **EXTRA},
+    ),
+    "a range next to slots": (
+        "extra_slots",
+        {"extra_cache": PagedLatent(jnp.zeros((2, 3, 160))), "extra_slots": RANGE},
     ),
     "sinks of other heads": ("sinks", {"sinks": jnp.zeros(4)}),
     "16-bit sinks": ("sinks", {"sinks": jnp.zeros(3, jnp.bfloat16)}),

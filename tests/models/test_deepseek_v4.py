@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_attn import SlotRange
 from pallas_attn.models.checkpoints import (
     files,
     load_model,
@@ -42,6 +43,7 @@ from pallas_attn.models.decoder import (
     hyper_connections,
     page_size_of,
     split_model,
+    with_settings,
 )
 from pallas_attn.models.decoder.caches import CompressedCache, cache_arrays, move_tokens, with_arrays
 from pallas_attn.models.decoder.layers import LimitedSwiglu, WideRMSNorm, swiglu
@@ -556,6 +558,26 @@ def test_drafts_change_no_token(few: bool):
     _, outputs = run(loaded("v4"), sizes, golden("v4").prompts)
     expect_golden("v4", outputs)
     assert sum(sum(output.drafted) for output in outputs) > sum(sum(output.accepted) for output in outputs)
+
+
+def test_tokens_with_ranges_of_keys(monkeypatch: pytest.MonkeyPatch):
+    """Layers without an indexer give ranges of keys to `mla_sparse`. Tokens equal transformers with chunks, drafts,
+    prefix hits and preemptions."""
+    right, kinds = deepseek_v4.mla_sparse, set()
+
+    def attend(q: Any, rope: Any, cache: Any, slots: Any, **options: Any) -> Any:
+        kinds.add((isinstance(slots, SlotRange), "extra_cache" in options))
+        return right(q, rope, cache, slots, **options)
+
+    monkeypatch.setattr(deepseek_v4, "mla_sparse", attend)
+    drafts = Speculation(NGramProposer(shortest=1), 3, adaptive=False)
+    sizes = dataclasses.replace(SIZES["chunks of 13, few pages"], speculate=drafts)
+    model = loaded("v4")
+    model = with_settings(model, dataclasses.replace(model.settings, slot_ranges=True))
+    engine, outputs = run(model, sizes, golden("v4").prompts)
+    expect_golden("v4", outputs)
+    assert engine.stats().preemptions > 0
+    assert kinds == {(False, True), (True, True), (True, False)}  # CSA, HCA, only a window
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ RECORDS = replace(V4, latent_dim=512, scaled=448, cache_dtype="float8_e4m3fn")
     "interpreted-fp8, wide, several items per CTA", "interpreted-fp8, many pairs, one CTA",
     "interpreted-records, two blocks, several items per CTA", "interpreted-records, 64 heads, splits",
     "interpreted-records, unequal halves, one cache, one CTA",
+    "interpreted-ranges of two caches, splits", "interpreted-ranges of records, 64 heads, splits",
+    "interpreted-ranges over fp8, one CTA",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "splits", "programs"),
@@ -55,6 +57,15 @@ RECORDS = replace(V4, latent_dim=512, scaled=448, cache_dtype="float8_e4m3fn")
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, id="unequal halves"),
         pytest.param(V4, 2, 3, id="two caches, splits"),
         pytest.param(replace(V4, latent_dim=448, heads=20), 1, 2, id="two caches, unequal halves"),
+        pytest.param(replace(V4, ranges=True), 2, 3, id="ranges of two caches, splits"),
+        pytest.param(
+            replace(V4, chosen=(100, 3, 0, 129), top_k=129, heads=9, ranges=True),
+            1,
+            1,
+            id="ranges of two caches, one CTA",
+        ),
+        pytest.param(replace(RECORDS, heads=64, ranges=True), 2, 4, id="ranges of records, 64 heads, splits"),
+        pytest.param(replace(FP8, ranges=True), 2, 1, id="ranges over fp8, one CTA"),
         pytest.param(replace(FP8, latent_dim=384), 2, 64, id="fp8, splits, halves of 192"),
         pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="fp8, one CTA"),
         pytest.param(replace(FP8, latent_dim=128), 1, 2, id="fp8, narrow"),

@@ -100,6 +100,11 @@ def keys_as(spec: P) -> pa.PagedIndexKeys:
 LATENTS, KEYS = latents_as(P()), keys_as(P())
 
 
+def range_of(block_tables: Any, each: Any, size: int) -> pa.SlotRange:
+    """Return a range whose sequences, positions and counts are equal, or its partition specs."""
+    return pa.SlotRange(block_tables, each, each, each, size)
+
+
 def of_kv(kv: pa.PagedKV) -> pa.PagedKV:
     return pa.parallel.kv_partition(kv, heads="tensor")
 
@@ -243,6 +248,26 @@ CASES: dict[str, Case] = {
             "sinks": values(HQ),
         },
         {"q_latent": P("data", "tensor"), "slots": BATCH, "extra_slots": BATCH, "sinks": P("tensor")},
+        (P("data", "tensor"), P("data", "tensor")),
+        {**SCALED, **LSE},
+    ),
+    "ranges of two caches": Case(
+        pa.mla_sparse,
+        {
+            "q_latent": values(4, HQ, L + R),
+            "q_rope": None,
+            "cache": latents(),
+            "slots": range_of(TABLES, jnp.array([1, 3, 0, 2], jnp.int32), 3),
+            "extra_cache": pa.PagedLatent(values(3, PS, L + R)),
+            "extra_slots": range_of(TABLES % 3, jnp.array([0, 2, 1, 3], jnp.int32), 4),
+            "sinks": values(HQ),
+        },
+        {
+            "q_latent": P("data", "tensor"),
+            "slots": range_of(P(), BATCH, 3),
+            "extra_slots": range_of(P(), BATCH, 4),
+            "sinks": P("tensor"),
+        },
         (P("data", "tensor"), P("data", "tensor")),
         {**SCALED, **LSE},
     ),

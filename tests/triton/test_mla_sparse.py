@@ -20,6 +20,9 @@ CASES = {
     "16 bits": HOPPER,
     "8 bits": dataclasses.replace(HOPPER, cache_dtype="float8_e4m3fn", latent_dim=256),
     "splits": dataclasses.replace(HOPPER, chosen=(150,), heads=3, latent_dim=96),
+    "ranges, splits": dataclasses.replace(
+        HOPPER, chosen=(100, 160), extra=(64, 20), heads=3, latent_dim=96, rope_dim=0, ranges=True
+    ),
     "splits, some without a slot": dataclasses.replace(HOPPER, chosen=(20,), heads=3, scattered=False),
 }
 

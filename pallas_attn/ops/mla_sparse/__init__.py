@@ -9,18 +9,18 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.runtime import dispatch
-from pallas_attn.types import Implementation, PagedLatent
+from pallas_attn.types import Implementation, PagedLatent, SlotRange
 
 
 def mla_sparse(
     q_latent: Float[Array, "T Hq L"],
     q_rope: Float[Array, "T Hq R"] | None,
     cache: PagedLatent,
-    slots: Int32[Array, "T K"],
+    slots: Int32[Array, "T K"] | SlotRange,
     *,
     sm_scale: float,
     extra_cache: PagedLatent | None = None,
-    extra_slots: Int32[Array, "T Ke"] | None = None,
+    extra_slots: Int32[Array, "T Ke"] | SlotRange | None = None,
     sinks: Float[Array, "Hq"] | None = None,
     return_lse: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -35,17 +35,21 @@ def mla_sparse(
     With `extra_cache`, one softmax covers the slots of two caches, for example the window of a token (`window_slots`)
     and compressed entries (`entry_slots`, or `token_slots` of selected entries).
 
+    If the keys of each token are consecutive, a `SlotRange` replaces the list of slots (`window_range`, `entry_range`):
+    kernels compute the slots from the block table. Kernels for GPUs have not run with a `SlotRange` yet.
+
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
       q_rope: rotated queries for the rotated key columns, in the same dtype. None if all L columns are key and value:
         the cache has R = 0, or scales and L columns including the rotated keys.
       cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
       slots: page · ps + offset of the latents that each token attends to, from `token_slots`. A token must not name a
-        slot twice. -1 and slots outside the pool are ignored.
+        slot twice. -1 and slots outside the pool are ignored. Or a `SlotRange`.
       sm_scale: factor of the scores. It has no default, because it depends on the width of a key before absorption.
       extra_cache: a second cache with arrays of the same dtypes and widths, or None.
       extra_slots: slots of `extra_cache` that each token attends to, in the form of `slots`; None without a second
-        cache. Kernels skip trailing -1 of the last list of slots only, so the longer list belongs here.
+        cache. Kernels skip trailing -1 of the last list of slots only, so the longer list belongs here. A `SlotRange`
+        if `slots` is one.
       sinks: one learned logit per head (float32) that enters the head's softmax denominator once, unscaled.
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for the dtype of q_latent.

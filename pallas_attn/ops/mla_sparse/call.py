@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,23 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
 from pallas_attn.ops.call_base import LatentCall
-from pallas_attn.types import POWER_OF_TWO, PagedLatent
+from pallas_attn.types import POWER_OF_TWO, PagedLatent, SlotRange
+
+NO_PAGE = -(2**31)
+"""Slot of an absent page in `SlotRangeInputs.first_slots`. The sum with an offset in a page is negative, too."""
+
+
+class SlotRangeInputs(NamedTuple):
+    """Ranges of keys as kernels read them.
+
+    Attributes:
+      first_slots: slot of the first token of each page of the block tables of all caches, or NO_PAGE; then NO_PAGE.
+      keys: for each token and cache, index of the first page of the token's sequence in `first_slots`, position of the
+        first key, and number of keys.
+    """
+
+    first_slots: Int32[Array, "pages"]
+    keys: Int32[Array, "T caches 3"]
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +40,9 @@ class MlaSparseCall(LatentCall):
     q_latent: Float[Array, "T Hq L"]
     q_rope: Float[Array, "T Hq R"] | None
     cache: PagedLatent
-    slots: Int32[Array, "T K"]
+    slots: Int32[Array, "T K"] | SlotRange
     extra_cache: PagedLatent | None
-    extra_slots: Int32[Array, "T Ke"] | None
+    extra_slots: Int32[Array, "T Ke"] | SlotRange | None
     sinks: Float[Array, "Hq"] | None
     sm_scale: float = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
@@ -47,12 +63,44 @@ class MlaSparseCall(LatentCall):
         return self.q_latent if self.q_rope is None else jnp.concatenate([self.q_latent, self.q_rope], axis=-1)
 
     @property
-    def pools(self) -> list[tuple[PagedLatent, Int32[Array, "T K"]]]:
-        """Each cache with its slots. Slots outside the pool are -1."""
-        pools = [(self.cache, _inside(self.cache, self.slots))]
-        if self.extra_cache is not None and self.extra_slots is not None:
-            pools.append((self.extra_cache, _inside(self.extra_cache, self.extra_slots)))
-        return pools
+    def caches(self) -> list[PagedLatent]:
+        """One cache, or two."""
+        return [self.cache] if self.extra_cache is None else [self.cache, self.extra_cache]
+
+    @property
+    def pools(self) -> list[tuple[PagedLatent, Int32[Array, "T K"] | SlotRange]]:
+        """Each cache with its slots."""
+        return list(zip(self.caches, (self.slots, self.extra_slots), strict=False))  # pyrefly: ignore[bad-return]
+
+    @property
+    def max_slots(self) -> list[int]:
+        """Maximum number of slots of a token in each cache."""
+        return [slots.size if isinstance(slots, SlotRange) else slots.shape[1] for _, slots in self.pools]
+
+    @property
+    def ranges(self) -> SlotRangeInputs | None:
+        """Inputs of kernels for ranges; None for lists of slots."""
+        first_slots, keys, first_page = [], [], 0
+        for cache, slots in self.pools:
+            if not isinstance(slots, SlotRange):
+                return None
+            tables, page_size = slots.block_tables, cache.page_size
+            num_pages = min(cache.pages.shape[0], (2**31 - 1) // page_size)
+            exists = (tables >= 0) & (tables < num_pages)
+            first_slots.append(jnp.where(exists, tables * page_size, NO_PAGE).reshape(-1))
+            page = first_page + slots.sequence * tables.shape[1]
+            keys.append(jnp.stack([page, slots.first, slots.count], axis=1))
+            first_page += tables.size
+        first_slots.append(jnp.full(1, NO_PAGE, jnp.int32))
+        return SlotRangeInputs(jnp.concatenate(first_slots), jnp.stack(keys, axis=1))
+
+    def bounded(self) -> MlaSparseCall:
+        """Return the call with ranges clipped to their block tables."""
+        slots, *extra_slots = (
+            checks.bound_range(slots, cache.page_size) if isinstance(slots, SlotRange) else slots
+            for cache, slots in self.pools
+        )
+        return dataclasses.replace(self, slots=slots, extra_slots=next(iter(extra_slots), None))
 
     def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
@@ -63,7 +111,7 @@ class MlaSparseCall(LatentCall):
         else:
             dims.check("q_rope", self.q_rope, "T Hq R", (self.q_latent.dtype,))
         checks.check_latent(self.cache, dims, small_groups=True)
-        dims.check("slots", self.slots, "T K", checks.INT)
+        _check_slots("slots", self.slots, dims, "K")
         if self.extra_cache is not None:
             checks.check_class("extra_cache", self.extra_cache, PagedLatent)
             checks.check_dtype("extra_cache.pages", self.extra_cache.pages, (self.cache.pages.dtype,))
@@ -75,7 +123,10 @@ class MlaSparseCall(LatentCall):
                 checks.check_dtype("extra_cache.rope", self.extra_cache.rope, (self.cache.rope.dtype,))
             if (got := self.extra_cache.pages.shape[2]) != (expected := self.cache.pages.shape[2]):
                 raise ValueError(f"extra_cache.pages: expected {expected} columns, as in cache.pages, got {got}")
-            dims.check("extra_slots", self.extra_slots, "T Ke", checks.INT)
+            if isinstance(self.slots, SlotRange) != isinstance(self.extra_slots, SlotRange):
+                wanted = "a SlotRange" if isinstance(self.slots, SlotRange) else "an array"
+                raise ValueError(f"extra_slots: expected {wanted}, like slots, got {type(self.extra_slots).__name__}")
+            _check_slots("extra_slots", self.extra_slots, dims, "Ke")
         elif self.extra_slots is not None:
             raise ValueError("extra_slots: expected None without extra_cache")
         if self.sinks is not None:
@@ -83,7 +134,23 @@ class MlaSparseCall(LatentCall):
         checks.output_dtype(self.out_dtype, self.q_latent.dtype)
 
 
-def _inside(cache: PagedLatent, slots: Int32[Array, "T K"]) -> Int32[Array, "T K"]:
+def _check_slots(name: str, slots: Any, dims: checks.Dims, symbol: str) -> None:
+    """Check a list of slots or a range against the number of tokens."""
+    if not isinstance(slots, SlotRange):
+        dims.check(name, slots, f"T {symbol}", checks.INT)
+        return
+    tables = checks.Dims()
+    tables.check(f"{name}.block_tables", slots.block_tables, "S P", checks.INT)
+    if not (tables["S"] and tables["P"]):
+        raise ValueError(
+            f"{name}.block_tables: expected at least one row and one page, got {list(slots.block_tables.shape)}"
+        )
+    for field in ("sequence", "first", "count"):
+        dims.check(f"{name}.{field}", getattr(slots, field), "T", checks.INT)
+    checks.size(f"{name}.size", slots.size)
+
+
+def inside_pool(cache: PagedLatent, slots: Int32[Array, "T K"]) -> Int32[Array, "T K"]:
     """Return slots, -1 for slots outside the pool."""
     num_pages, page_size, _ = cache.pages.shape
     end = min(num_pages * page_size, 2**31)

@@ -2,7 +2,9 @@
 
 Terms:
 
-    slot            index of a latent in the pool (page · ps + offset); each token names the slots that it attends to
+    slot            index of a latent in the pool (page · ps + offset); each token names the slots that it attends to,
+                    as a list or as a range of keys whose slots follow from a block table (`types.SlotRange`)
+    place           index of a slot among the slots of a token, in all caches
     query row       one head of one token; up to 64 query rows form a block
     split           a range of a token's slots; all tokens have the same number of splits
     item            a block of a token and one split of the token's slots, which one CTA processes (`SparseItem`)
@@ -30,7 +32,7 @@ from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.mosaic.primitives.tile_scheduler import merge_programs
-from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.ops.mla_sparse.call import MlaSparseCall, SlotRangeInputs, inside_pool
 from pallas_attn.types import POWER_OF_TWO, PagedLatent
 
 PAIR_TOKENS = 2 * TOKENS
@@ -48,13 +50,14 @@ class SparseStatic:
       latent_dim: L.
       rope_dim: R.
       top_k: K, slots of a token in all caches.
-      first_extra: number of a token's slots in the first cache, a multiple of TOKENS; the others are in the second
-        cache. top_k if there is no second cache.
+      first_extra: number of a token's slots in the first cache, a multiple of TOKENS, for ranges of PAIR_TOKENS; the
+        others are in the second cache. top_k if there is no second cache.
       heads: Hq, padded to blocks with equal numbers of rows.
       splits: number of splits of a token's slots.
       sm_scale: factor of the scores.
       small_groups: whether the caches have records of DeepSeek-V4: L - ROTATED fp8 columns with scales that are powers
         of two, and ROTATED bfloat16 columns, all of them key and value.
+      page_sizes: tokens per page of each cache if slots are ranges; () for lists of slots.
     """
 
     latent_dim: int
@@ -65,6 +68,7 @@ class SparseStatic:
     splits: int
     sm_scale: float
     small_groups: bool = False
+    page_sizes: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -91,7 +95,9 @@ class SparseInputs(NamedTuple):
         groups], the exponents.
       rope: [pool slots, R] for fp8 latents, with `small_groups` [pool slots, ROTATED]; else None.
       extra, extra_scale, extra_rope: the same arrays of the second cache, or None.
-      slots: int32 [T·K], the slots of all tokens.
+      slots: int32 [T·K], the slots of all tokens; for ranges of keys `SlotRangeInputs.first_slots`.
+      ranges: for ranges of keys int32 [T, caches, 3], else None. For each token and cache, index of the first page of
+        the token's sequence in `slots`, position of the key at place 0, and the place after the last key.
       ends: int32 [T], for each token one plus the index of its last slot in the pool; 0 if it has none.
       sinks: float32 [blocks·ROWS], padded, or None.
     """
@@ -105,6 +111,7 @@ class SparseInputs(NamedTuple):
     extra_scale: Any
     extra_rope: Any
     slots: Any
+    ranges: Any
     ends: Any
     sinks: Any
 
@@ -113,22 +120,37 @@ class SparseInputs(NamedTuple):
         """Return the inputs of a call, with queries and sinks padded to the number of heads."""
         padding = ((0, 0), (0, static.heads - call.q_latent.shape[1]), (0, 0))
         cache, extra = _pool_arrays(call.cache), _pool_arrays(call.extra_cache)
-        (_, in_pool), *extra_pools = call.pools
-        slots = call.slots
-        for _, extra_slots in extra_pools:
-            padded = jnp.pad(in_pool, ((0, 0), (0, static.first_extra - in_pool.shape[1])), constant_values=-1)
-            slots = in_pool = jnp.concatenate([padded, extra_slots], axis=1)
-        place = jnp.arange(1, static.top_k + 1, dtype=jnp.int32)[None]
-        sinks = call.sinks
+        sinks, ranges = call.sinks, call.ranges
         return SparseInputs(
             q_latent=jnp.pad(call.q_latent, padding),
             q_rope=None if call.q_rope is None else jnp.pad(call.q_rope, padding),
             **dict(zip(("latents", "scale", "rope"), cache, strict=True)),
             **dict(zip(("extra", "extra_scale", "extra_rope"), extra, strict=True)),
-            slots=slots.reshape(-1),
-            ends=jnp.max(jnp.where(in_pool >= 0, place, 0), axis=1),
+            **(_listed(call, static) if ranges is None else _ranged(ranges, static)),
             sinks=None if sinks is None else jnp.pad(sinks, (0, static.blocks * ROWS - sinks.shape[0])),
         )
+
+
+def _listed(call: MlaSparseCall, static: SparseStatic) -> dict[str, Any]:
+    """Return the fields of `SparseInputs` about lists of slots."""
+    pools: Any = call.pools
+    in_pool, *extra_lists = (inside_pool(*pool) for pool in pools)
+    slots: Any = call.slots
+    for extra_slots in extra_lists:
+        padded = jnp.pad(in_pool, ((0, 0), (0, static.first_extra - in_pool.shape[1])), constant_values=-1)
+        slots = in_pool = jnp.concatenate([padded, extra_slots], axis=1)
+    place = jnp.arange(1, static.top_k + 1, dtype=jnp.int32)[None]
+    ends = jnp.max(jnp.where(in_pool >= 0, place, 0), axis=1)
+    return {"slots": slots.reshape(-1), "ranges": None, "ends": ends}
+
+
+def _ranged(ranges: SlotRangeInputs, static: SparseStatic) -> dict[str, Any]:
+    """Return the fields of `SparseInputs` about ranges."""
+    first_place = jnp.array([[0, static.first_extra][: len(static.page_sizes)]], jnp.int32)
+    page, position, count = (ranges.keys[..., i] for i in range(3))  # [T, caches]
+    ends = jnp.max(jnp.where(count > 0, first_place + count, 0), axis=1)
+    keys = jnp.stack([page, position - first_place, first_place + count], axis=-1)
+    return {"slots": ranges.first_slots, "ranges": keys, "ends": ends}
 
 
 def _pool_arrays(cache: PagedLatent | None) -> list[Any]:
@@ -206,7 +228,7 @@ class SparseItem(NamedTuple):
 
     Attributes:
       index: index of the item. Items of a token are adjacent, because they read the same latents.
-      start, stop: range of the split in `SparseInputs.slots`.
+      start, stop: range of the split in `SparseInputs.slots`; for ranges of keys, in the places of the token.
       count: number of pairs of tiles of the split, at least one.
       pair: number of pairs of tiles that the CTA processed before this item.
     """
@@ -248,7 +270,7 @@ def for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Spars
         start = jnp.minimum(split * share, end)
         stop = jnp.minimum(start + share, end)
         count = jnp.maximum(1, pl.cdiv(stop - start, PAIR_TOKENS))
-        first = token * static.top_k
+        first = 0 if static.page_sizes else token * static.top_k
         attend(item._replace(start=first + start, stop=first + stop, count=count))
         return pair + count
 
@@ -262,8 +284,8 @@ class TileSlots(NamedTuple):
     """Slots of a tile.
 
     Attributes:
-      slot: int32 [128], one slot per thread in the order of `gather.tile_row`; -1 for places outside the split and for
-        slots outside the pool.
+      slot: int32 [128], one slot per thread in the order of `gather.tile_row`; negative for places outside the split
+        and for slots outside the pool.
       is_extra: int32 scalar, 1 if the slots are in the second cache, else 0. None without a second cache.
     """
 
@@ -281,6 +303,29 @@ def tile_slots(static: SparseStatic, x: SparseInputs, item: SparseItem, i: Any, 
     # `SparseInputs.of` has replaced slots outside the pools by -1.
     is_extra = (lax.rem(first, static.top_k) >= static.first_extra).astype(jnp.int32)
     return TileSlots(jnp.where(place < item.stop, slot, -1), is_extra)
+
+
+def _pair_slots_of_range(static: SparseStatic, x: SparseInputs, item: SparseItem, i: Any) -> tuple[TileSlots, ...]:
+    """Compute the slots of an item's i-th pair of tiles. Both tiles are in the same cache."""
+    first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS
+    token, _, _ = item.place(static)
+    is_extra = None if x.extra is None else (first >= static.first_extra).astype(jnp.int32)
+    page, shift, end = (x.ranges[token, 0 if is_extra is None else is_extra, i] for i in range(3))
+
+    def tile_slots(tile: int) -> TileSlots:
+        place = first + tile * TOKENS + gather.tile_row()
+        position = (place + shift).astype(jnp.uint32)
+        (number, offset), *of_extra = ((lax.div(position, n), lax.rem(position, n)) for n in map(jnp.uint32, sizes))
+        for extra_number, extra_offset in of_extra:
+            in_extra = place >= static.first_extra
+            number = jnp.where(in_extra, extra_number, number)
+            offset = jnp.where(in_extra, extra_offset, offset)
+        # Only the last split of a token has a tile that extends past its end, so `item.stop` would hide no other place.
+        page_place = jnp.where(place < end, page + number.astype(jnp.int32), x.slots.shape[0] - 1)
+        return TileSlots(RowLayout(1, 1).take(x.slots, page_place) + offset.astype(jnp.int32), is_extra)
+
+    sizes = static.page_sizes
+    return tuple(tile_slots(tile) for tile in range(2))
 
 
 def gather_items(
@@ -302,6 +347,8 @@ def gather_items(
 
     def gather_item(item: SparseItem) -> None:
         def slots(i: Any) -> tuple[TileSlots, ...]:
+            if static.page_sizes:
+                return _pair_slots_of_range(static, x, item, i)
             return tuple(tile_slots(static, x, item, i, tile) for tile in range(2))
 
         def step(i: Any, now: tuple[TileSlots, ...]) -> tuple[TileSlots, ...]:

@@ -22,15 +22,16 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseStatic,
     merge_splits,
 )
+from pallas_attn.types import SlotRange
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _require_supported(call)
-    (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
-    first_extra = top_k
-    if call.extra_slots is not None:
-        first_extra = -(-top_k // TOKENS) * TOKENS
-        top_k = first_extra + call.extra_slots.shape[1]
+    (num_tokens, num_heads, latent_dim), (top_k, *extra_k) = call.q_latent.shape, call.max_slots
+    first_extra, unit = top_k, PAIR_TOKENS if isinstance(call.slots, SlotRange) else TOKENS
+    if extra_k:
+        first_extra = -(-top_k // unit) * unit
+        top_k = first_extra + extra_k[0]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
     unit = EIGHT_ROWS * blocks
     static = SparseStatic(
@@ -42,6 +43,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
         sm_scale=call.sm_scale,
         small_groups=call.small_groups,
+        page_sizes=tuple(cache.page_size for cache in call.caches) if isinstance(call.slots, SlotRange) else (),
     )
     kernel = mosaic_fp8 if quantised else mosaic_bf16
     inputs = SparseInputs.of(call, static)
@@ -55,7 +57,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
 def _require_supported(call: MlaSparseCall) -> None:
     """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
-    for pool, _ in call.pools:
+    for pool in call.caches:
         unsupported.require_int32_rows(pool.pages.shape[0] * pool.page_size)
     cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.rope_dim
     if cache.is_quantised and not call.small_groups and (call.extra_cache is not None or call.sinks is not None):

@@ -8,14 +8,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.ops.mla_sparse.call import MlaSparseCall, inside_pool
 from pallas_attn.portable import oracle
 from pallas_attn.portable.latents import meant_latents
+from pallas_attn.portable.metadata import range_slots
+from pallas_attn.types import SlotRange
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     keys, chosen = [], []
-    for cache, slots in call.pools:
+    for cache, given in call.pools:
+        slots = inside_pool(cache, range_slots(given, cache.page_size) if isinstance(given, SlotRange) else given)
         latents = meant_latents(cache).reshape(-1, cache.width)
         keys.append(latents[jnp.maximum(slots, 0)])
         chosen.append(slots >= 0)

@@ -16,6 +16,8 @@ Caches without rotated keys (R = 0) have no product with q_rope.
 The slots of a token have several splits if fewer programs would leave multiprocessors idle. The number of splits
 depends on shapes only. Programs do not wait for one another, and no two programs write the same split or output row.
 
+If the slots of a token are a `SlotRange`, a step computes them from the block table. This form has not run on a GPU.
+
 8-bit latents have a scale for each token and group of 128 columns. Each group (chunk of columns) is converted to 16
 bits exactly. The scales multiply the group's part of the scores, and the weights of the group's values. Scaled
 weights are bfloat16, because float16 would lose weights with small scales. If the scales are powers of two, for groups
@@ -24,12 +26,14 @@ of 64 columns, number times scale is exact in bfloat16, and the loop is that of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.ops.mla_sparse.call import NO_PAGE, MlaSparseCall
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
@@ -40,13 +44,15 @@ from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shap
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import PagedLatent, latent_group
 
+ABSENT = tl.constexpr(NO_PAGE)
+
 MIN_STEPS = 4
 """Minimum number of steps of a split. With fewer steps, the merge costs more than the split saves."""
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     num_tokens, num_heads, latent_dim = call.q_latent.shape
-    rope_dim, top_k = call.rope_dim, call.slots.shape[1]
+    rope_dim, (top_k, *extra_k), ranges = call.rope_dim, call.max_slots, call.ranges
     card, cache, extra = device.triton_card(), call.cache, call.extra_cache
     if call.small_groups:
         _require_small_groups(call)
@@ -57,16 +63,18 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     options = {"quantised": cache.is_quantised, "small_groups": call.small_groups}
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, **options)
     first_extra = -(-top_k // tile.tokens) * tile.tokens
-    num_slots = top_k if call.extra_slots is None else first_extra + call.extra_slots.shape[1]
+    num_slots = first_extra + extra_k[0] if extra_k else top_k
     blocks, steps = -(-num_heads // tile.rows), -(-num_slots // tile.tokens)
     splits = _num_splits(tile.concurrent_programs(card, num_heads) // num_tokens, steps)
     pages_width = cache.pages.shape[2]
     chunk = latent_group(cache.scale.dtype) if cache.scale is not None else tile.width
+    slots: Any = call.slots if ranges is None else ranges.first_slots
+    extra_slots: Any = call.extra_slots if ranges is None else None
     out, lse, *partial = launch(
         _attend,
-        *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope, call.slots, call.sinks),
+        *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope, slots, call.sinks),
         *((None, None, None) if extra is None else (extra.pages, extra.scale, extra.rope)),
-        call.extra_slots,
+        *(extra_slots, None if ranges is None else ranges.keys),
         *(_pool_slots(cache), None if extra is None else _pool_slots(extra)),
         outputs=[
             jax.ShapeDtypeStruct(call.q_latent.shape, call.output_dtype),
@@ -87,6 +95,8 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
             "BLOCKS": blocks,
             "SPLITS": splits,
             "SPLIT_SLOTS": -(-steps // splits) * tile.tokens,
+            "PAGE_SIZE": 0 if ranges is None else cache.page_size,
+            "EXTRA_PAGE_SIZE": 0 if ranges is None or extra is None else extra.page_size,
             "CHUNK": chunk,
             "CHUNKS": -(-latent_dim // chunk),
             "ROPE_WIDTH": power_of_two(rope_dim),
@@ -148,12 +158,13 @@ def _attend(
     pages_ptr,  # [pool slots, PAGES_WIDTH]
     scale_ptr,  # float32 [pool slots, CHUNKS], powers of two [pool slots, PAGES_WIDTH / CHUNK], or None
     rope_ptr,  # [pool slots, R], with SMALL_GROUPS [pool slots, L - PAGES_WIDTH], or None
-    slots_ptr,  # [T, TOP_K]
+    slots_ptr,  # [T, TOP_K], or `SlotRangeInputs.first_slots`
     sinks_ptr,  # [HEADS] or None
     extra_pages_ptr,  # [extra_pool_slots, PAGES_WIDTH] or None; extra_scale_ptr and extra_rope_ptr in the same way
     extra_scale_ptr,
     extra_rope_ptr,
     extra_slots_ptr,  # [T, NUM_SLOTS - FIRST_EXTRA] or None
+    ranges_ptr,  # [T, caches, 3], `SlotRangeInputs.keys`, or None for lists of slots
     pool_slots,
     extra_pool_slots,  # None without a second cache
     out_ptr,  # [T, HEADS, L]
@@ -173,6 +184,8 @@ def _attend(
     BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0 for lists of slots
+    EXTRA_PAGE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
@@ -188,14 +201,24 @@ def _attend(
     if HEADS % ROWS:
         real_row = head < HEADS
     first_row = token * HEADS
-    chosen_ptr = slots_ptr + token * TOP_K
     first = split * SPLIT_SLOTS
-    end = _end_of_chosen(chosen_ptr, first, tl.minimum(first + SPLIT_SLOTS, TOP_K), pool_slots)
-    if extra_slots_ptr is not None:  # slot i of the second list is slot FIRST_EXTRA + i
-        extra_ptr = extra_slots_ptr + token * (NUM_SLOTS - FIRST_EXTRA) - FIRST_EXTRA
-        begin = tl.maximum(first, FIRST_EXTRA)
-        extra_end = _end_of_chosen(extra_ptr, begin, tl.minimum(first + SPLIT_SLOTS, NUM_SLOTS), extra_pool_slots)
-        end = tl.where(extra_end > begin, extra_end, end)
+    if PAGE_SIZE:
+        table_ptr, shift, count = _load_range(ranges_ptr + token * (3 if extra_pages_ptr is None else 6), slots_ptr)
+        extra_table_ptr, extra_shift = table_ptr, shift
+        end = tl.minimum(first + SPLIT_SLOTS, count)
+        if extra_pages_ptr is not None:  # key i of the second range is slot FIRST_EXTRA + i
+            extra_table_ptr, extra_shift, extra_count = _load_range(ranges_ptr + token * 6 + 3, slots_ptr)
+            extra_shift -= FIRST_EXTRA
+            extra_end = tl.minimum(first + SPLIT_SLOTS, FIRST_EXTRA + extra_count)
+            end = tl.where(extra_end > tl.maximum(first, FIRST_EXTRA), extra_end, end)
+    else:
+        chosen_ptr = slots_ptr + token * TOP_K
+        end = _end_of_chosen(chosen_ptr, first, tl.minimum(first + SPLIT_SLOTS, TOP_K), pool_slots)
+        if extra_slots_ptr is not None:  # slot i of the second list is slot FIRST_EXTRA + i
+            extra_ptr = extra_slots_ptr + token * (NUM_SLOTS - FIRST_EXTRA) - FIRST_EXTRA
+            begin = tl.maximum(first, FIRST_EXTRA)
+            extra_end = _end_of_chosen(extra_ptr, begin, tl.minimum(first + SPLIT_SLOTS, NUM_SLOTS), extra_pool_slots)
+            end = tl.where(extra_end > begin, extra_end, end)
 
     q_latent, acc = (), ()  # for each chunk of columns: [heads, CHUNK]
     for chunk in tl.static_range(CHUNKS):
@@ -206,7 +229,16 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     # Slots are loaded one step ahead.
-    next_slot = _slots_of_step(chosen_ptr, extra_slots_ptr, token, first, end, TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS)
+    if PAGE_SIZE:
+        next_slot = _slots_of_range(
+            *(table_ptr, extra_table_ptr, shift, extra_shift, count, first, end),  # pyrefly: ignore[unbound-name]
+            *(FIRST_EXTRA, PAGE_SIZE, EXTRA_PAGE_SIZE, TOKENS),
+        )
+    else:
+        next_slot = _slots_of_step(
+            *(chosen_ptr, extra_slots_ptr, token, first, end),  # pyrefly: ignore[unbound-name]
+            *(TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS),
+        )
     for start in range(first, end, TOKENS):
         slot, page_ptr, num_slots = next_slot.to(tl.int64), pages_ptr, pool_slots
         group_scale_ptr, last_ptr = scale_ptr, rope_ptr
@@ -217,9 +249,16 @@ def _attend(
                 last_ptr = tl.where(start >= FIRST_EXTRA, extra_rope_ptr, rope_ptr)
             num_slots = tl.where(start >= FIRST_EXTRA, extra_pool_slots, pool_slots)
         seen = (next_slot >= 0) & (next_slot < num_slots)
-        next_slot = _slots_of_step(
-            *(chosen_ptr, extra_slots_ptr, token, start + TOKENS, end, TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS)
-        )
+        if PAGE_SIZE:
+            next_slot = _slots_of_range(
+                *(table_ptr, extra_table_ptr, shift, extra_shift, count, start + TOKENS, end),
+                *(FIRST_EXTRA, PAGE_SIZE, EXTRA_PAGE_SIZE, TOKENS),
+            )
+        else:
+            next_slot = _slots_of_step(
+                *(chosen_ptr, extra_slots_ptr, token, start + TOKENS, end),  # pyrefly: ignore[unbound-name]
+                *(TOP_K, FIRST_EXTRA, NUM_SLOTS, TOKENS),
+            )
         scores = tl.zeros([ROWS, TOKENS], tl.float32)  # [heads, tokens]
         if R:
             if rope_ptr is None:
@@ -317,6 +356,49 @@ def _slots_of_step(
         limit = tl.where(is_extra, end, tl.minimum(end, TOP_K))
         slot = tl.load(tl.where(is_extra, extra_ptr, chosen_ptr) + place, mask=place < limit, other=-1)
     return slot
+
+
+@kernel
+def _load_range(range_ptr, slots_ptr):
+    """Return a pointer to the first slots of the pages of a sequence, the position of the first key, and the number of
+    keys.
+    """
+    return slots_ptr + tl.load(range_ptr), tl.load(range_ptr + 1), tl.load(range_ptr + 2)
+
+
+@kernel
+def _slots_of_range(
+    table_ptr,
+    extra_table_ptr,
+    shift,
+    extra_shift,
+    count,
+    start,
+    end,
+    FIRST_EXTRA: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Compute slots `start` to `start` + TOKENS - 1 of a token, below `end`; negative for padding of the first cache.
+
+    Args:
+      table_ptr, extra_table_ptr: the first slots of the pages of the token's sequence in each cache.
+      shift, extra_shift: position of the key in slot 0; of the second cache, whose first slot is FIRST_EXTRA.
+      count: number of keys in the first cache.
+      EXTRA_PAGE_SIZE: 0 for one cache.
+    """
+    place = start + tl.arange(0, TOKENS)
+    if EXTRA_PAGE_SIZE:
+        is_extra = start >= FIRST_EXTRA
+        table_ptr = tl.where(is_extra, extra_table_ptr, table_ptr)
+        position = place + tl.where(is_extra, extra_shift, shift)
+        number = tl.where(is_extra, position // EXTRA_PAGE_SIZE, position // PAGE_SIZE)
+        offset = tl.where(is_extra, position % EXTRA_PAGE_SIZE, position % PAGE_SIZE)
+        end = tl.where(is_extra, end, tl.minimum(end, count))
+    else:
+        number, offset = (place + shift) // PAGE_SIZE, (place + shift) % PAGE_SIZE
+    return tl.load(table_ptr + number, mask=place < end, other=ABSENT) + offset
 
 
 @kernel

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_attn import CacheSpec, latent_cache_spec
+from pallas_attn import CacheSpec, SlotRange, latent_cache_spec
 from scripts.bench.harness.pools import (
     ChainInputs,
     Pools,
@@ -132,6 +132,26 @@ def inputs(case: MlaSparseCase, pools: Pools) -> ChainInputs:
         return ChainInputs({"cache": pool}, owns)
     sinks = random_values(jax.random.key(2), (case.heads,), jnp.float32)
     return ChainInputs({"cache": random_latents(case.window_spec), "extra_cache": pool, "sinks": sinks}, owns)
+
+
+def ranges(case: MlaSparseCase) -> dict[str, SlotRange]:
+    """Return the slots of the calls of a case as ranges of keys, arguments of `mla_sparse`.
+
+    Raises:
+      NotImplementedError: the case has no window, or new tokens do not attend to all entries.
+    """
+    if not case.window or case.top_k != case.context:
+        raise NotImplementedError("takes cases with a window whose tokens attend to all entries")
+    sequence, token = (jnp.asarray(x, jnp.int32) for x in np.divmod(np.arange(case.num_rows), case.new_tokens))
+
+    def consecutive(spec: CacheSpec, first: Array, size: int) -> SlotRange:
+        tables = jnp.arange(spec.num_pages, dtype=jnp.int32).reshape(case.batch, -1)
+        return SlotRange(tables, sequence, first, jnp.full_like(first, size), size)
+
+    return {
+        "slots": consecutive(case.window_spec, token, case.window),
+        "extra_slots": consecutive(case.spec, jnp.zeros_like(token), case.top_k),
+    }
 
 
 def _window(case: MlaSparseCase) -> Array:

@@ -151,9 +151,10 @@ class LayerParts:
             if kind == CSA_KIND:
                 parts |= self._sublayers(index, caches[index], batch, inputs, slots, step)
             if kind in (CSA_KIND, HCA_KIND):
-                chosen = self._random_entries(index, batch, context, step) if kind == CSA_KIND else step.entries
-                name = f"{ATTENTION} {SHORT[kind]}"
-                parts[name] = self._attention(name, index, caches[index], batch, step.window, chosen)
+                name, seen = f"{ATTENTION} {SHORT[kind]}", (step.window_range or step.window, step.entries)
+                if kind == CSA_KIND:
+                    seen = step.window, self._random_entries(index, batch, context, step)
+                parts[name] = self._attention(name, index, caches[index], batch, *seen)
         return parts | layers
 
     def _chain(self, name: str, batch: int, call: Callable[..., Any]) -> Chain:
@@ -216,7 +217,7 @@ class LayerParts:
             SELECT: TimedPart(self._chain(SELECT, batch, select), None, of_select, pairs),
         }
 
-    def _attention(self, name: str, index: int, cache: Any, batch: int, window: Array, chosen: Array) -> TimedPart:
+    def _attention(self, name: str, index: int, cache: Any, batch: int, window: Any, chosen: Any) -> TimedPart:
         config: Any = self.config
         settings, layer = self._model.settings, self._model.layers[index]
 

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from pallas_attn import mla_sparse
-from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, inputs
+from scripts.bench.cases.mla_sparse import SM_SCALE, MlaSparseCase, inputs, ranges
 from scripts.bench.harness.case import Bench, by_name
 from scripts.bench.harness.pools import ChainInputs, chain_of
 from scripts.bench.harness.timing import Stopwatch, Timing
@@ -18,6 +18,13 @@ def ours(implementation: str, case: MlaSparseCase, arrays: ChainInputs, stopwatc
         return None, mla_sparse(**shared, **own, sm_scale=SM_SCALE, implementation=implementation)
 
     return stopwatch.chain(call, chain_of(implementation, arrays.owns), shared=arrays.shared)
+
+
+def over_ranges(implementation: str, case: MlaSparseCase, arrays: ChainInputs, stopwatch: Stopwatch) -> Timing:
+    """Time calls with ranges of keys instead of lists of slots."""
+    slots = ranges(case)
+    owns = [{name: array for name, array in own.items() if name not in slots} for own in arrays.owns]
+    return ours(implementation, case, ChainInputs(arrays.shared | slots, owns), stopwatch)
 
 
 V4_CACHES = (("bf16", 512, 0), ("fp8-v4", 448, 64))
@@ -66,8 +73,13 @@ BENCH = Bench(
             for (cache, *widths), heads in itertools.product(V4_CACHES, (64, 128))
             for entries, chosen in ((2048, 512), (16384, 1024), (64, 64), (512, 512))
         ],
-        "small": [MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")],
+        "small": [
+            *(MlaSparseCase(2, 64, 3, cache, 16, 128, 8, 16) for cache in ("f32", "fp8")),
+            MlaSparseCase(2, 64, 3, "f32", 64, 128, 0, 16, window=16),
+        ],
     },
-    contenders=by_name(ours) | flash_mla.SPARSE_CONTENDERS,
+    contenders=by_name(ours)
+    | {f"{name}-ranges": contender for name, contender in by_name(over_ranges).items()}
+    | flash_mla.SPARSE_CONTENDERS,
     inputs=inputs,
 )
