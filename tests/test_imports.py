@@ -30,7 +30,6 @@ class Import:
     line: int
     module: str
     name: str | None
-    in_function: bool
 
     def reaches(self, *modules: str) -> bool:
         """Return whether the imported name equals an entry of `modules`, or starts with an entry and a dot."""
@@ -42,20 +41,25 @@ class Import:
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
 
+def statements(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node, including statements of functions and classes. Expressions, which are most of
+    the nodes of a tree, contain no statements.
+    """
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inner = getattr(block, field, ())
+        for statement in inner if isinstance(inner, list) else ():  # the body of a lambda is an expression
+            yield statement
+            yield from statements(statement)
+
+
 def read_imports(tree: ast.Module) -> Iterator[Import]:
     """Yield all imports of a file, including imports inside functions."""
-    in_function = {
-        id(inner)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for inner in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name, None, id(node) in in_function) for alias in node.names)
+            yield from (Import(node.lineno, alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            yield from (Import(node.lineno, module, alias.name, id(node) in in_function) for alias in node.names)
+            yield from (Import(node.lineno, module, alias.name) for alias in node.names)
 
 
 @cache
@@ -307,9 +311,10 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
     not a test.
     """
     public = public_names("pallas_attn") | {"cache", "models", "__version__"}
-    for node in ast.walk(tree):
+    is_test, is_user = module.startswith("tests."), module.startswith((MODELS, "scripts"))
+    for node in statements(tree) if is_test else ast.walk(tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if not module.startswith("tests."):
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if not is_test:
                 word = name.rpartition(".")[2]
                 if word in BANNED and (module, word) != ALLOWED:
                     yield node.lineno, f"uses {word}: {BANNED[word]}"
@@ -318,14 +323,13 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
             case ast.ImportFrom(level=level) if level:
                 yield node.lineno, "uses a relative import; use an absolute one"
         match node:
-            case ast.Attribute(value=ast.Name(id="pallas_attn"), attr=name) if name not in public:
-                if module.startswith((MODELS, "scripts")):
-                    yield node.lineno, f"uses pallas_attn.{name}, which is not public"
+            case ast.Attribute(value=ast.Name(id="pallas_attn"), attr=name) if is_user and name not in public:
+                yield node.lineno, f"uses pallas_attn.{name}, which is not public"
 
 
-def violations(module: str, source: str) -> list[str]:
-    """Return the violations of all rules by a module with this source."""
-    tree = ast.parse(source)
+def violations(module: str, source: str | ast.Module) -> list[str]:
+    """Return the violations of all rules by a module with this source or syntax tree."""
+    tree = ast.parse(source) if isinstance(source, str) else source
     imports = list(read_imports(tree))
     found = [*banned_constructs(module, tree), *(error for rule in IMPORT_RULES for error in rule(module, imports))]
     return [f"{module}:{line} {message}" for line, message in sorted(set(found))]
@@ -337,14 +341,22 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+@cache
+def check_folder(folder: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Parse all files of a folder once. Return the violations, and the names of the classes of each module."""
+    wrong, classes = [], {}
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        module, tree = module_name(file), ast.parse(file.read_text())
+        wrong += violations(module, tree)
+        classes[module] = class_names(tree)
+    return wrong, classes
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_file_follows_the_rules(folder: str) -> None:
-    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == folder]
-    assert files
-    assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
+    wrong, classes = check_folder(folder)
+    assert classes
+    assert not wrong
 
 
 # --- folders of operations
@@ -377,13 +389,16 @@ UNIQUE_IN = ("pallas_attn", "scripts")
 """Packages whose class names must be unique."""
 
 
-def repeated_classes(sources: dict[str, str], packages: tuple[str, ...] = UNIQUE_IN) -> list[str]:
+def class_names(tree: ast.Module) -> list[str]:
+    return [node.name for node in statements(tree) if isinstance(node, ast.ClassDef)]
+
+
+def repeated_classes(classes: dict[str, list[str]], packages: tuple[str, ...] = UNIQUE_IN) -> list[str]:
     """Return each class name that several modules define, with the modules. At least one of them is in `packages`."""
     modules: dict[str, list[str]] = {}
-    for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                modules.setdefault(node.name, []).append(module)
+    for module, names in classes.items():
+        for name in names:
+            modules.setdefault(name, []).append(module)
     inside = tuple(f"{package}." for package in packages)
     return [
         f"{name} in {', '.join(found)}"
@@ -393,16 +408,18 @@ def repeated_classes(sources: dict[str, str], packages: tuple[str, ...] = UNIQUE
 
 
 def test_class_names_are_unique() -> None:
-    files = [file for file in FILES if file.relative_to(ROOT).parts[0] != "tests"]
-    assert repeated_classes({module_name(file): file.read_text() for file in files}) == []
+    folders = [check_folder(folder)[1] for folder in FOLDERS if folder != "tests"]
+    assert repeated_classes({module: names for classes in folders for module, names in classes.items()}) == []
 
 
 def test_repeated_class_names_are_detected() -> None:
-    sources = {"scripts.a": "class A: pass\nclass B: pass", "scripts.b": "class A: pass", "other": "class B: pass"}
-    assert repeated_classes(sources) == ["A in scripts.a, scripts.b", "B in scripts.a, other"]
-    assert repeated_classes(sources, ("other",)) == ["B in scripts.a, other"]
-    assert repeated_classes({"scripts.a": "class A:\n    class A: pass"}) == ["A in scripts.a, scripts.a"]
-    assert repeated_classes({"scripts.a": "class A: pass", "other": "class B: pass"}) == []
+    classes = {"scripts.a": ["A", "B"], "scripts.b": ["A"], "other": ["B"]}
+    assert repeated_classes(classes) == ["A in scripts.a, scripts.b", "B in scripts.a, other"]
+    assert repeated_classes(classes, ("other",)) == ["B in scripts.a, other"]
+    assert repeated_classes({"scripts.a": class_names(ast.parse("class A:\n    class A: pass"))}) == [
+        "A in scripts.a, scripts.a"
+    ]
+    assert repeated_classes({"scripts.a": ["A"], "other": ["A"]}, ("third",)) == []
 
 
 # --- tests of the rules
