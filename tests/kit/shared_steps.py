@@ -1,4 +1,4 @@
-"""Fixture that compiles an engine's steps once for all tests of a process.
+"""Fixture that compiles an engine's steps once for all tests of a process, and a patch that shares their `sample`.
 
 A step is the compiled program of an engine for one bucket (numbers of decode rows and prompt tokens). `Runner` compiles
 and runs the steps. `verify.PlainRun` is the recomputation of a sequence without a cache, which tests compare with; it
@@ -11,8 +11,9 @@ would run the patched step. The conftest.py of the module's folder imports the f
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ import pytest
 from pallas_attn.models.engine import verify
 from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.runner import Runner
+from pallas_attn.models.engine.step import plain
+from pallas_attn.models.engine.step.compiler import RunnerState, StepCompiler
 
 ALIKE: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
 """Description of each runner that may share steps: everything that its compiled steps depend on. The keys are weak,
@@ -28,7 +31,7 @@ because some runners live longer than the test that made them.
 """
 
 
-COMPILED: dict[str, Any] = {}
+COMPILED: dict[Any, Any] = {}
 """Compiled programs, by the description of everything that they depend on. `jax.clear_caches` keeps them. Modules use
 the same small models, so the programs of a module are useful in the next.
 """
@@ -74,3 +77,38 @@ def share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "__init__", runner)
     monkeypatch.setattr(Runner, "compile", compiling)
     monkeypatch.setattr(verify.PlainRun, "__init__", plain)
+
+
+class LoweredOnce:
+    """Replacement of `jax.stages.Lowered`: a program is lowered and compiled only if `COMPILED` does not have it."""
+
+    def __init__(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]):
+        self._key, self._lower = key, lower
+
+    def compile(self, options: Any = None) -> Any:
+        if self._key not in COMPILED:
+            COMPILED[self._key] = self._lower().compile(options)
+        return COMPILED[self._key]
+
+
+def share_sampling() -> None:
+    """Patch `StepCompiler` for the rest of the process: engines share the program `sample`, whose compilation takes as
+    long as the compilation of `forward` of a tiny model. Without speculation and without a mesh, the program depends on
+    the shapes of its arguments, on `max_logprobs` and on the logits processor.
+    """
+    lower = StepCompiler.lower
+
+    def lower_once(self: StepCompiler, name: Any, bucket: Any, state: RunnerState) -> Any:
+        config = self._config
+        if name != "sample" or config.speculate is not None or self._mesh is not None:
+            return lower(self, name, bucket, state)
+        arrays = jax.tree.leaves((state.last_tokens, state.edits, state.no_masks[self.mask_shape(bucket)]))
+        of_arrays = tuple((array.shape, array.dtype, array.sharding) for array in arrays)
+        functions = plain.sample, plain.draw, config.logits_processor  # tests replace them
+        key = name, bucket, config.max_logprobs, self._model.config.vocab_size, of_arrays, functions
+        return LoweredOnce(key, functools.partial(lower, self, name, bucket, state))
+
+    setattr(StepCompiler, "lower", lower_once)  # noqa: B010 - type checkers allow no assignment to a method
+
+
+share_sampling()
