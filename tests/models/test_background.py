@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import threading
 import time
@@ -12,11 +13,14 @@ from typing import Any
 import jax
 import pytest
 
+from pallas_attn.models.checkpoints import random_model
+from pallas_attn.models.decoder import Decoder
 from pallas_attn.models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation
 from pallas_attn.models.engine.config import Bucket
 from pallas_attn.models.engine.step.background import BackgroundCompiler
 from pallas_attn.models.engine.step.compiler import RunnerState, StepCompiler
-from tests.models.engine_case import PROMPTS, compile_events, model
+from tests.models import llm_case
+from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events
 
 CONFIG = EngineConfig(
     num_pages=40,
@@ -30,6 +34,13 @@ CONFIG = EngineConfig(
 PARAMS = SamplingParams(max_tokens=6)
 COVERING = [Bucket(2, 0), Bucket(2, 24)]
 OTHERS = [Bucket(1, 0), Bucket(0, 8), Bucket(0, 24), Bucket(2, 8)]
+
+
+@functools.cache
+def model() -> Decoder:
+    """Return a model with one layer, because the tests compile all of its programs."""
+    config = dataclasses.replace(llm_case.CONFIG, num_hidden_layers=1, vocab_size=VOCAB_SIZE, eos_token_ids=())
+    return random_model(config, seed=3, settings=llm_case.QUICK)
 
 
 class Gate:
