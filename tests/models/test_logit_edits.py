@@ -179,7 +179,7 @@ def test_penalties_count_the_drafts_before_each_input(tree: bool):
     rows = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), edit_rows(requests, [0, 1]))
     logits = np.random.default_rng(1).standard_normal((6, V)).astype(np.float32)
     before = DraftsBefore(jnp.asarray(drafts, jnp.int32), reach)
-    got = make_edit(rows, jnp.zeros(6, jnp.int32), state, None, before).function(jnp.asarray(logits))
+    got = jax.jit(make_edit(rows, jnp.zeros(6, jnp.int32), state, None, before).function)(logits)
     for i, request in enumerate(requests):
         for j in range(3):
             passed = drafts[i][j - 1 : j] if tree else drafts[i][:j]

@@ -106,20 +106,22 @@ def test_view_fused_is_read_and_written_in_place(dtype: str, scales: Any, lanes:
     rng = fresh_rng()
     kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
     keys, values, k_scale, v_scale = to_nhd(kv)
-    pages = jnp.full((NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes), 3, kv.k.dtype)
-    pages = pages.at[..., 0, :WIDTH].set(keys).at[..., 1, :WIDTH].set(values)
+    pages = np.full((NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes), 3, kv.k.dtype)
+    pages[..., 0, :WIDTH], pages[..., 1, :WIDTH] = keys, values
     rest = {"alternating": (2 * HEADS, lanes), "packed": (HEADS, 2, lanes), "side by side": (HEADS, 2 * lanes)}[layout]
-    pages = pages.reshape(NUM_PAGES, PAGE_SIZE, *rest)
-    view = write_kv(view_fused(pages, HEADS, k_scale, v_scale), k, v, slots, implementation="xla")
-    want = write_kv(kv, k, v, slots, implementation="xla")
-    halves = view.k.reshape(NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes)
+    pages = jnp.asarray(pages.reshape(NUM_PAGES, PAGE_SIZE, *rest))
+    write = jax.jit(functools.partial(write_kv, implementation="xla"))
+    view = write(view_fused(pages, HEADS, k_scale, v_scale), k, v, slots)
+    want = write(kv, k, v, slots)
+    halves = np.asarray(view.k).reshape(NUM_PAGES, PAGE_SIZE, HEADS, 2, lanes)
     assert_same_bits((halves[..., 0, :WIDTH], halves[..., 1, :WIDTH]), to_nhd(want)[:2])
     if lanes > WIDTH:
         assert (np.asarray(halves[..., WIDTH:]).astype(np.float32) == 3).all()
     q, lens = jnp.asarray(rng.standard_normal((2, 1, 2 * HEADS, WIDTH)), jnp.bfloat16), jnp.array([11, 3], jnp.int32)
     tables = jnp.array([[3, 1], [0, -1]], jnp.int32)
-    got = paged_decode(q, view, token_tables(tables, page_size=PAGE_SIZE), lens, implementation="reference")
-    assert_same_bits(got, paged_decode(q, want, tables, lens, implementation="reference"))
+    decode = jax.jit(functools.partial(paged_decode, implementation="reference"))
+    got = decode(q, view, token_tables(tables, page_size=PAGE_SIZE), lens)
+    assert_same_bits(got, decode(q, want, tables, lens))
 
 
 def test_to_nhd_splits_a_fused_cache() -> None:
