@@ -18,7 +18,7 @@ from tests.models import llm_case
 from tests.server.server_case import NAME, Running, events, load, serving
 
 MESSAGES: list[Any] = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
-LARGE = {"max_model_len": 640, "num_pages": 640}
+LARGE = {"max_model_len": 640, "num_pages": 320, "max_num_seqs": 2, "decode_buckets": (2,)}
 DRAW: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
 CITY = {
     "type": "object",

@@ -142,7 +142,7 @@ def serve_and(use: Callable[[str], None], folder: Path, *argv: str) -> int:
             end = time.monotonic() + 120
             while time.monotonic() < end:
                 try:
-                    if httpx2.get(f"{url}/ready").status_code == 200:
+                    if httpx2.get(f"{url}/ready", verify=False).status_code == 200:
                         break
                 except httpx2.TransportError:
                     pass
@@ -167,7 +167,7 @@ def serve_and(use: Callable[[str], None], folder: Path, *argv: str) -> int:
 
 
 def post(url: str, path: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
-    return httpx2.post(f"{url}{path}", json=body, headers=headers, timeout=60)
+    return httpx2.post(f"{url}{path}", json=body, headers=headers, timeout=60, verify=False)
 
 
 def test_examples_of_the_page_and_end_by_signal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_examples_of_the_page_and_end_by_signal(folder: Path, capfd: pytest.Capt
         else:
             assert post(url, "/v1/chat/completions", json.loads(data[1])).status_code == 200
         exec(python.replace("http://127.0.0.1:8000", url), {})
-        assert "prompt text" not in httpx2.get(f"{url}/metrics").text
+        assert "prompt text" not in httpx2.get(f"{url}/metrics", verify=False).text
         assert post(url, "/v1/completions", {"prompt": "prompt text", "max_tokens": 2}).status_code == 200
 
     assert serve_and(use, folder, "--served-model-name", "Qwen/Qwen3-8B", "--access-log") == 0
@@ -257,7 +257,7 @@ sys.exit(serve.main(sys.argv[1:]))
         url, body = f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
         while process.poll() is None:
             try:
-                if httpx2.get(f"{url}/ready", timeout=60).status_code == 200:
+                if httpx2.get(f"{url}/ready", timeout=60, verify=False).status_code == 200:
                     break
             except httpx2.TransportError:
                 pass
