@@ -96,17 +96,23 @@ class PlainLoop:
         params: SamplingParams,
         token_filter: TokenFilter | None = None,
         processor: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        expected: Sequence[int] = (),
     ) -> list[int]:
         """Return the output tokens.
+
+        One forward pass computes the logits after all `expected` tokens, which may be wrong. Another pass is needed for
+        each token after a wrong one.
 
         Raises:
           RuntimeError: rounding could change a token.
         """
         output: list[int] = []
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        of_expected = self.logits([*prompt, *expected])[len(prompt) - 1 :]
         while len(output) < params.max_tokens and not (output and output[-1] in stops):
             mask = None if token_filter is None else token_filter.allowed(output)
-            logits = self.logits([*prompt, *output])[-1]
+            is_expected = output == [*expected[: len(output)]]
+            logits = of_expected[len(output)] if is_expected else self.logits([*prompt, *output])[-1]
             x = edited(logits, params, prompt, output, mask=mask, eos=self._eos, processor=processor)
             tokens, margins = _sample(
                 jnp.asarray(x[None], jnp.float32), sampling_rows(params, len(prompt) + len(output))
