@@ -95,7 +95,7 @@ def test_what_is_shared(backend: Backend, name: str) -> None:
 
 
 @every_backend(wanted=lambda backend: backend.id != "mosaic_sm100")
-@in_every_run()
+@in_every_run("mosaic")
 def test_view_of_pages_with_tokens_before_heads(backend: Backend) -> None:
     """The tables of a view have an entry per token. 39 tokens are shared, which ends within a page of the plan."""
     arguments = draw((60, 64, 41, 50), 3, backend.dtype, harness.fresh_rng())

@@ -167,7 +167,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
         "tokens first, fp8 per token", "tokens first, int8 heads of 64", "tokens first, pages of 24",
         "fused in lanes, tokens first, pages of 64, float16", "int8 keys per token, 16-bit values, windows",
     ],
-    mosaic_sm100=["head-wise windows and sink tokens, absent pages"],
+    mosaic_sm100=["drafts, ragged"],
     triton=[
         "head-wise windows and sink tokens, absent pages", "soft cap, sinks, scale", "float32",
         "float32 over bfloat16", "int8 per head, odd group, int window, soft cap", "fp8 per token, windows",

@@ -18,9 +18,9 @@ MERGE = "pallas_attn/mosaic/merge.py"
 PREFILL = "pallas_attn/mosaic/blackwell/prefill.py"
 
 STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
-MORE_TILES = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_stages"
-SPLITS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged"
-VALUES = "tests/contract/test_mla_decode.py::test_values_of_one_shape"
+ALL_OPTIONS = f"{STAGES}[float16, heads of 256, drafts, windows, soft cap, absent pages]"
+LATENT_ROWS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged[rows, halves that overlap, float16, drafts]"
+LATENT_COLUMNS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged[columns, two parts, tree]"
 ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers"
 PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
 WIDE = "tests/ops/test_paged_decode_mosaic.py::test_wide_heads_with_more_tiles_than_stages"
@@ -94,7 +94,7 @@ BREAKS: dict[str, PlantedBreak] = {
         PRODUCTS,
         "channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]",
         "channels = [values.at[:, pl.ds(0, layout.rows)] for first, _ in slices]",
-        f"{STAGES}[float16, heads of 256, drafts]",
+        ALL_OPTIONS,
     ),
     "decode: no wait for the load of S": PlantedBreak(
         PRODUCTS,
@@ -106,7 +106,7 @@ BREAKS: dict[str, PlantedBreak] = {
         "pallas_attn/mosaic/primitives/soft_cap.py",
         "return soft_cap - 2 * soft_cap * reciprocal(1 +",
         "return soft_cap - soft_cap * reciprocal(1 +",
-        f"{STAGES}[fp8 in 4 groups, heads of 256, soft cap]",
+        ALL_OPTIONS,
     ),
     "wide decode: the second half of the output has the first columns": PlantedBreak(
         "pallas_attn/mosaic/decode_merge.py",
@@ -195,13 +195,13 @@ BREAKS: dict[str, PlantedBreak] = {
         DECODE,
         "for _ in range(self.tile.page_copies):",
         "for _ in range(self.tile.page_copies - 1):",
-        f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
+        ALL_OPTIONS,
     ),
     "decode: a window is one token too wide": PlantedBreak(
         DECODE,
         "(each < self.sink_tokens) | (each > limit(1))",
         "(each < self.sink_tokens) | (each >= limit(1))",
-        f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
+        ALL_OPTIONS,
     ),
     "decode: sums are not divided by the value scales": PlantedBreak(
         DECODE,
@@ -219,86 +219,86 @@ BREAKS: dict[str, PlantedBreak] = {
         LATENTS,
         'return (1 - lax.axis_index("half")) * self.static.own if',
         'return lax.axis_index("half") * self.static.own if',
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: scores are added to the scores of the previous tile": PlantedBreak(
         LATENTS,
         "mem.k.rope.at[stage].transpose((1, 0)), accumulate=False)",
         "mem.k.rope.at[stage].transpose((1, 0)))",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: scores of own columns replace scores of other columns": PlantedBreak(
         LATENTS,
         "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)))\n",
         "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)), accumulate=False)\n",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: no wait for the load of S": PlantedBreak(
         LATENTS,
         "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n"
         "        plgpu.wait_load_tmem()\n",
         "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: O is not rescaled": PlantedBreak(
         LATENTS,
         "pl.when((m_new - m).max() > 0)(",
         "pl.when((m_new - m).max() > 1e30)(",
-        f"{SPLITS}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: masked latents are not zeroed": PlantedBreak(
         LATENTS,
         "            self.clear_dead_rows(split, stage)\n",
         "",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: only own columns are zeroed": PlantedBreak(
         LATENTS,
         "self.mem.k[: 2 if self.static.columns and self.static.other else 1]",
         "self.mem.k[:1]",
-        f"{MORE_TILES}[columns]",
+        LATENT_COLUMNS,
     ),
     "latents: P is overwritten while the tensor core reads it": PlantedBreak(
         LATENTS,
         "            plgpu.barrier_wait(mem.o_done)  # the product with the last P has finished: P and O may change\n",
         "",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: a stage is refilled before it is empty": PlantedBreak(
         LATENTS,
         "pl.when(tile >= static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
         "pl.when(tile > static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: a query sees the draft after it": PlantedBreak(
         LATENTS,
         "jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)",
         "jnp.where(newer <= (2 if static.causal else 0), FULL, DEAD)",
-        f"{VALUES}[mosaic_sm100-few heads-large scores over absent pages]",
+        LATENT_ROWS,
     ),
     "latents: a query row sees one draft too many": PlantedBreak(
         LATENTS,
         "newer = self.static.queries - 1 - lax.div(row, self.static.heads)",
         "newer = self.static.queries - 2 - lax.div(row, self.static.heads)",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: both halves write the overlapping columns": PlantedBreak(
         LATENTS,
         "is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True",
         "is_written = True",
-        f"{MORE_TILES}[rows, halves that overlap, float16]",
+        LATENT_ROWS,
     ),
     "latents: a split reads past its end": PlantedBreak(
         LATENTS,
         "jnp.where((entry < split.stop) & basics.in_pool",
         "jnp.where(basics.in_pool",
-        f"{SPLITS}[rows, halves that overlap, float16]",
+        LATENT_ROWS,
     ),
     "latents: the query is empty before its last product": PlantedBreak(
         LATENTS,
         "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
         "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
-        f"{MORE_TILES}[columns]",
+        LATENT_COLUMNS,
     ),
     "latents: a split that sees no key stores its maximum": PlantedBreak(
         LATENTS,
@@ -310,13 +310,13 @@ BREAKS: dict[str, PlantedBreak] = {
         MERGE,
         "state.acc * mine + other.acc * others",
         "state.acc + other.acc * others",
-        f"{SPLITS}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "latents: the rotated query is overwritten by P": PlantedBreak(
         LATENTS,
         "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_full)",
         "            plgpu.tcgen05_commit_arrive(mem.q_moved)",
-        f"{MORE_TILES}[rows, two halves]",
+        LATENT_ROWS,
     ),
     "prefill: S is added to old TMEM values": PlantedBreak(
         PREFILL,
@@ -382,7 +382,7 @@ BREAKS: dict[str, PlantedBreak] = {
         PREFILL,
         "            seen &= (lax.shift_right_logical(over_rows(limits.pages, part.shape), page) & 1) == 1\n",
         "",
-        f"{PAGES}[groups of 3, absent pages]",
+        f"{PAGES}[int8, absent pages]",
     ),
     "prefill: no wait for the load of O": PlantedBreak(
         PREFILL,
@@ -400,13 +400,13 @@ BREAKS: dict[str, PlantedBreak] = {
         PREFILL,
         "transform.token_scales(i).at[2, columns], PER_COLUMN",
         "transform.token_scales(i).at[0, columns], PER_COLUMN",
-        f"{PAGES}[int8 by token]",
+        f"{PAGES}[int8, absent pages]",
     ),
     "prefill: meta of a tile are read before they are there": PlantedBreak(
         PREFILL,
         "        if transform.await_tile is not None:\n            transform.await_tile(i)\n",
         "",
-        f"{PAGES}[16 bits]",
+        f"{PAGES}[int8, absent pages]",
     ),
     "prefill: queries are freed while the tensor core reads them": PlantedBreak(
         PREFILL,

@@ -81,7 +81,7 @@ def test_two_consumers() -> None:
     check_ragged(RAGGED, TWO, growth=2)
 
 
-@pytest.mark.slow
+@slow_cases("128", "192/128", "64")
 @pytest.mark.parametrize(
     ("widths", "config"),
     [
@@ -107,16 +107,17 @@ def test_split_keys(causal: bool, consumers: int) -> None:
     assert parts[0].most > 1
 
 
-@slow_cases("16 bits")
+@slow_cases("16 bits", "int8 by token", "groups of 3, absent pages")
 @pytest.mark.parametrize(
     "case",
     [
         PAGED,
-        pytest.param(replace(PAGED, cache_dtype="int8", scales=16), marks=pytest.mark.slow),
-        pytest.param(replace(PAGED, cache_dtype="float8_e4m3fn", scales="channel"), marks=pytest.mark.slow),
-        pytest.param(replace(PAGED, q_heads=6, absent_pages=True, sinks=None), marks=pytest.mark.slow),
+        replace(PAGED, cache_dtype="int8", scales=16),
+        replace(PAGED, cache_dtype="float8_e4m3fn", scales="channel"),
+        replace(PAGED, q_heads=6, absent_pages=True, sinks=None),
+        replace(PAGED, q_heads=6, absent_pages=True, sinks=None, cache_dtype="int8", scales=16),
     ],
-    ids=["16 bits", "int8 by token", "fp8 by channel", "groups of 3, absent pages"],
+    ids=["16 bits", "int8 by token", "fp8 by channel", "groups of 3, absent pages", "int8, absent pages"],
 )
 def test_pages_with_two_consumers(case: PagedCase) -> None:
     """Consumers do not wait for keys, so they wait at a separate barrier for the page ids."""

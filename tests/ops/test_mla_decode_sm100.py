@@ -20,7 +20,6 @@ from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
-from tests.kit.slow_cases import slow_cases
 
 # Latents that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -51,6 +50,10 @@ TREE = {"queries": 3, "q_lens": (0, 3, 2), "tree": True, "absent_pages": True}
 CASES = {
     "rows, two halves": ROWS,
     "rows, halves that overlap, float16": replace(SMALL_PAGES, latent_dim=320, rope_dim=32, dtype="float16"),
+    # The newest key of the first sequence is the last of a tile.
+    "rows, halves that overlap, float16, drafts": replace(
+        SMALL_PAGES, kv_lens=(64, 310, 70), latent_dim=320, rope_dim=32, dtype="float16", heads=35, queries=2
+    ),
     "rows, halves that overlap": replace(ROWS, latent_dim=448, page_size=128, pages_per_row=3, num_pages=9),
     "rows, two blocks, tree": replace(SMALL_PAGES, latent_dim=128, heads=45, **TREE),
     "rows, narrow": replace(ROWS, latent_dim=64, rope_dim=32, heads=3),
@@ -58,10 +61,11 @@ CASES = {
     "columns, slices that overlap": replace(SMALL_PAGES, heads=17, latent_dim=448, rope_dim=32),
     "columns, one part whose slices overlap, float16": replace(ROWS, heads=5, latent_dim=192, dtype="float16"),
     "columns, tree": replace(SMALL_PAGES, latent_dim=256, heads=11, **TREE),
+    "columns, two parts, tree": replace(SMALL_PAGES, heads=11, **TREE),
     "columns, large scores": replace(SMALL_PAGES, latent_dim=128, heads=3, exact=True),
     "rows, large scores": replace(SMALL_PAGES, latent_dim=128, heads=70, exact=True),
 }
-EVERY_RUN = ("rows, halves that overlap, float16", "columns, tree")
+EVERY_RUN = ("rows, halves that overlap, float16, drafts", "columns, two parts, tree")
 
 
 def check(case: MlaCase, num_programs: int, mode: str = "balanced", *, steep: bool = False) -> np.ndarray:
@@ -87,7 +91,6 @@ def test_more_tiles_than_stages(name: str) -> None:
     assert check(CASES[name], 1).max() == 1
 
 
-@slow_cases("rows, halves that overlap, float16")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_splits_are_merged(name: str) -> None:
     """Two CTAs share a sequence, and each processes more tiles than pipeline stages. Row maxima grow, so O is

@@ -19,7 +19,6 @@ from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import HALF_OUT, Tolerance, Variant
-from tests.kit.slow_cases import slow_cases
 
 # Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -55,6 +54,10 @@ CASES = {
     "float16, heads of 256, drafts": replace(
         LONG, dtype="float16", head_dim=256, kv_lens=(0, 300, 130), q_lens=(0, 3, 2), queries=3
     ),
+    "float16, heads of 256, drafts, windows, soft cap, absent pages": replace(
+        LONG, dtype="float16", head_dim=256, kv_lens=(0, 300, 130), q_lens=(0, 3, 2), queries=3,
+        head_windows=((200, 40),), soft_cap=20.0, absent_pages=True,
+    ),
     "fp8 per token": replace(SMALL_PAGES, cache_dtype=FP8, scales=16),
     "fp8 in 4 groups, heads of 256, soft cap": replace(
         LONG, cache_dtype=FP8, scales=4, head_dim=256, kv_lens=(0, 300, 130), q_lens=(0, 1, 1), soft_cap=20.0
@@ -69,7 +72,7 @@ CASES = {
     ),
     "int8 per head, two blocks of columns": replace(LONG, cache_dtype="int8", scales="head", q_heads=48),
 }  # fmt: skip
-EVERY_RUN = ("bfloat16", "fp8 per token", "fp8 queries of heads, over fp8 per head")
+EVERY_RUN = ("bfloat16", "fp8 per token", "float16, heads of 256, drafts, windows, soft cap, absent pages")
 
 
 def check(
@@ -89,7 +92,6 @@ def check(
     return np.diff(plan.split_indptr)
 
 
-@slow_cases("fp8 queries of heads, over fp8 per head")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_more_tiles_than_stages(name: str) -> None:
     """One CTA processes all plan rows, one after the other."""
