@@ -420,7 +420,7 @@ BAD = {
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
-    plan_decode(**GOOD)
+    jax.eval_shape(lambda: plan_decode(**GOOD))
     with pytest.raises(ValueError, match=f"^{argument}:"):
         plan_decode(**(GOOD | change))
 
@@ -464,13 +464,14 @@ def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], i
 )
 def test_plan_made_for_another_window_raises(made_for: Any, other: Any) -> None:
     plan = harness.plan_for(STEP | {"window": made_for})
-    paged_decode(**STEP | {"window": made_for}, plan=plan)
+    jax.eval_shape(lambda: paged_decode(**STEP | {"window": made_for}, plan=plan))
     with pytest.raises(ValueError, match="^plan: was made for window"):
         paged_decode(**STEP | {"window": other}, plan=plan)
 
 
 def test_full_window_equals_no_window() -> None:
-    paged_decode(**STEP | {"window": None}, plan=harness.plan_for(STEP | {"window": FULL}))
+    plan = harness.plan_for(STEP | {"window": FULL})
+    jax.eval_shape(lambda: paged_decode(**STEP | {"window": None}, plan=plan))
 
 
 @pytest.mark.slow
