@@ -1,4 +1,4 @@
-"""Fixture that compiles an engine's steps once for all tests of a process, and a patch that shares their `sample`.
+"""Fixture that compiles an engine's steps once for all tests of a process, and a patch that shares the sampling.
 
 A step is the compiled program of an engine for one bucket (numbers of decode rows and prompt tokens). `Runner` compiles
 and runs the steps. `verify.PlainRun` is the recomputation of a sequence without a cache, which tests compare with; it
@@ -54,6 +54,7 @@ def share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     programs.
     """
     make_runner, compile_steps, make_plain = Runner.__init__, Runner.compile, verify.PlainRun.__init__
+    compile_layers = Runner.compile_layers
 
     def runner(self: Runner, model: Any, config: Any, processes: Any = None) -> None:
         make_runner(self, model, config, processes)
@@ -68,6 +69,16 @@ def share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_steps(self, buckets, *rest)
         known |= self._programs.forward
 
+    def compiling_layers(self: Runner, buckets: Sequence[Bucket]) -> Any:
+        layered = self._layered
+        if layered is None or self not in ALIKE:
+            return compile_layers(self, buckets)
+        known = COMPILED.setdefault(("layers", layered.num_programs, ALIKE[self]), {})
+        layered.compiled |= known
+        compile_layers(self, buckets)
+        known |= layered.compiled
+        return layered
+
     def plain(self: Any, model: Any, max_output: int, cache_dtype: Any = None, kv_scales: Any = None) -> None:
         make_plain(self, model, max_output, cache_dtype, kv_scales)
         if kv_scales is None:  # the values of scales are constants of the compiled program
@@ -76,6 +87,7 @@ def share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Runner, "__init__", runner)
     monkeypatch.setattr(Runner, "compile", compiling)
+    monkeypatch.setattr(Runner, "compile_layers", compiling_layers)
     monkeypatch.setattr(verify.PlainRun, "__init__", plain)
 
 
@@ -92,11 +104,12 @@ class LoweredOnce:
 
 
 def share_sampling() -> None:
-    """Patch `StepCompiler` for the rest of the process: engines share the program `sample`, whose compilation takes as
-    long as the compilation of `forward` of a tiny model. Without speculation and without a mesh, the program depends on
-    the shapes of its arguments, on `max_logprobs` and on the logits processor.
+    """Patch `StepCompiler` and `Runner` for the rest of the process: engines share the programs `sample` and
+    `write_slot`. The compilation of `sample` takes as long as the compilation of `forward` of a tiny model. Without
+    speculation and without a mesh, `sample` depends on the shapes of its arguments, on `max_logprobs` and on the logits
+    processor; `write_slot` depends on the shapes of its arguments.
     """
-    lower = StepCompiler.lower
+    lower, compile_writes = StepCompiler.lower, Runner.compile_writes
 
     def lower_once(self: StepCompiler, name: Any, bucket: Any, state: RunnerState) -> Any:
         config = self._config
@@ -108,7 +121,18 @@ def share_sampling() -> None:
         key = name, bucket, config.max_logprobs, self._model.config.vocab_size, of_arrays, functions
         return LoweredOnce(key, functools.partial(lower, self, name, bucket, state))
 
+    def compile_writes_once(self: Runner) -> None:
+        if self._mesh is None and self._processes is None:
+            self._allocate()
+            key = "write_slot", *((array.shape, array.sharding) for array in jax.tree.leaves(self._edits))
+            self._write_slot = self._write_slot or COMPILED.get(key)
+            compile_writes(self)
+            COMPILED[key] = self._write_slot
+        else:
+            compile_writes(self)
+
     setattr(StepCompiler, "lower", lower_once)  # noqa: B010 - type checkers allow no assignment to a method
+    setattr(Runner, "compile_writes", compile_writes_once)  # noqa: B010
 
 
 share_sampling()
