@@ -30,5 +30,5 @@ def test_shards_cover_all_tests_once(number: int, pytester: pytest.Pytester, mon
     passed = 0
     for shard in range(number):
         arguments = ("-p", "tests.kit.shards", "-p", "no:cacheprovider", "--shard", f"{shard + 1}/{number}")
-        passed += pytester.runpytest_subprocess(*arguments).parseoutcomes().get("passed", 0)
+        passed += pytester.runpytest_inprocess(*arguments).parseoutcomes().get("passed", 0)
     assert passed == 8

@@ -26,7 +26,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         pytester.makeini("[pytest]\nmarkers =\n    slow: slow\n    slow_cases: ids")
         pytester.makepyfile(MODULE.format(ids=ids))
         plugins = ("-p", "tests.kit.slow_cases", "-p", "no:cacheprovider")
-        return pytester.runpytest_subprocess(*plugins, *arguments)
+        return pytester.runpytest_inprocess(*plugins, *arguments)
 
     return run_module
 
