@@ -182,7 +182,9 @@ def run_examples(page: Path) -> dict[str, Any]:
     return namespace
 
 
-@slow_cases("docs/coming_from.md", "docs/engine.md", "docs/kv_transfer.md", "docs/weight_updates.md")
+@slow_cases(
+    "docs/coming_from.md", "docs/concepts.md", "docs/engine.md", "docs/kv_transfer.md", "docs/weight_updates.md"
+)  # fmt: skip
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if python_blocks(p.read_text()) and p.name != "tutorial.md"], ids=relative
 )

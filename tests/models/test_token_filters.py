@@ -203,9 +203,9 @@ SLOW = json.dumps({"patternProperties": {f"^{i:05x}": {} for i in range(4000)}, 
 
 
 def test_checker_refuses_grammars_that_need_too_much(monkeypatch):
-    monkeypatch.setattr(checkpoints_tokenizer, "GRAMMAR_SECONDS", 2)
+    monkeypatch.setattr(checkpoints_tokenizer, "GRAMMAR_SECONDS", 1)
     checker = GrammarChecker([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256])
-    slow = "this takes more than 2 s"
+    slow = "this takes more than 1 s"
     for reason, kind, value in (("SIGSEGV", "grammar", DEEP), (slow, "json", SLOW), (slow, "grammar", "\n" * 2**17)):
         with pytest.raises(ValueError, match=f"structured_outputs: the grammar is too complex: .*{reason}"):
             checker.check(kind, value)

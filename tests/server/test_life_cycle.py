@@ -183,9 +183,9 @@ def test_overload(folder: Path, llm: LLM, steps: Steps) -> None:
     with serving(folder, {"max_requests": 6, "max_waiting": 3}, llm=llm) as server:
         steps.delay_s = 0.2
         engine = server.server.engine
-        first = Background(server, 3, max_tokens=100)
+        first = Background(server, 3, max_tokens=30)
         wait_for(lambda: engine.num_unfinished == 3 and engine.num_waiting == 0)
-        second = Background(server, 3, max_tokens=100)
+        second = Background(server, 3, max_tokens=30)
         wait_for(lambda: engine.num_unfinished == 6)
         response = complete(server)
         assert response.status_code == 429
