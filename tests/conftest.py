@@ -13,7 +13,7 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
-from tests.kit import faster_interpreter
+from tests.kit import eager_constants, faster_interpreter
 
 pytest_plugins = ("tests.kit.shards", "tests.kit.slow_cases", "pytester")
 
@@ -46,6 +46,7 @@ os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 # settings with which jax creates its backend.
 if jax.default_backend() != "gpu":
     os.environ["TRITON_INTERPRET"] = "1"
+    eager_constants.apply()
 
 # Modules with shape annotations. The scheduler is left out: type checks took a quarter of the time of the engine tests.
 # pallas_attn.types is left out, because a pytree node may contain shapes, axes or shardings instead of arrays.

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -154,8 +155,24 @@ def _ints(values: Any) -> jax.Array:
 
 @functools.cache
 def run_of(name: str) -> Callable:
-    stepping, parameters = split_model(loaded(name))
-    return functools.partial(jax.jit(stepping), parameters)
+    """Return a compiled step. Its layers without an indexer give lists of slots to `mla_sparse`; those of
+    "v4-published" give ranges of keys."""
+    model, is_range = loaded(name), set()
+    model = with_settings(model, dataclasses.replace(model.settings, slot_ranges=name == "v4-published"))
+    stepping, parameters = split_model(model)
+    right = deepseek_v4.mla_sparse
+
+    def attend(q: Any, rope: Any, cache: Any, slots: Any, **options: Any) -> Any:
+        is_range.add(isinstance(slots, SlotRange))
+        return right(q, rope, cache, slots, **options)
+
+    def step(*arguments: Any) -> Any:
+        with mock.patch.object(deepseek_v4, "mla_sparse", attend):
+            result = stepping(*arguments)
+        assert is_range == ({True, False} if name == "v4-published" else {False})  # CSA layers give lists
+        return result
+
+    return functools.partial(jax.jit(step), parameters)
 
 
 @functools.cache
@@ -560,6 +577,7 @@ def test_drafts_change_no_token(few: bool):
     assert sum(sum(output.drafted) for output in outputs) > sum(sum(output.accepted) for output in outputs)
 
 
+@pytest.mark.slow
 def test_tokens_with_ranges_of_keys(monkeypatch: pytest.MonkeyPatch):
     """Layers without an indexer give ranges of keys to `mla_sparse`. Tokens equal transformers with chunks, drafts,
     prefix hits and preemptions."""
