@@ -16,7 +16,7 @@ import pytest
 from pallas_attn.models.checkpoints import files, load_mtp, random_model, random_mtp, save_random_checkpoint
 from pallas_attn.models.cli.decode import command
 from pallas_attn.models.config import V4_PRESETS, DeepseekV4Config
-from pallas_attn.models.decoder import V4MTP, GroupTables, StepMetadata, split_module
+from pallas_attn.models.decoder import V4MTP, GroupTables, StepMetadata, split_model, split_module
 from pallas_attn.models.engine import Engine, EngineConfig, MTPProposer, Speculation
 from tests.models.test_deepseek_v4 import MAX_LEN, config_of, expect_golden, golden, loaded, run
 from tests.models.test_parity import GOLDENS
@@ -120,8 +120,9 @@ def _ints(values: Any) -> jax.Array:
     return jnp.asarray(np.asarray(values), jnp.int32)
 
 
-def test_logits_equal_a_float64_computation():
-    """Prompt of 40 tokens, longer than the window, in two chunks. The hidden states of the decoder are random."""
+@pytest.mark.parametrize("of_decoder", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_logits_equal_a_float64_computation(of_decoder: bool):
+    """Prompt of 40 tokens, longer than the window, in two chunks. The hidden states are random, or the decoder's."""
     decoder, prompt, size = loaded(NAME), golden(NAME).prompts[1][:41], 128
     group = GroupTables(_ints(np.arange(40)), jnp.zeros((0, 1), jnp.int32), _ints([[0]]))
 
@@ -135,7 +136,13 @@ def test_logits_equal_a_float64_computation():
             logit_rows=_ints(np.arange(stop - start)),
         )
 
-    hidden = np.random.default_rng(0).standard_normal((40, decoder.hidden_width)).astype(np.float32)
+    hidden: Any = np.random.default_rng(0).standard_normal((40, 4 * 32)).astype(np.float32)
+    if of_decoder:
+        stepping, weights = split_model(decoder)
+        with_hidden = jax.jit(functools.partial(stepping, return_hidden=True))
+        logits, _, hidden = with_hidden(weights, _ints(prompt[:40]), decoder.allocate_caches(1, size), metadata(0, 40))
+        np.testing.assert_allclose(logits, golden(NAME)["logits"][1][:40], atol=1e-4)
+    assert hidden.shape == (40, decoder.hidden_width) == (40, 4 * 32)
     rebuild, of_module = split_module(module())
 
     @jax.jit
