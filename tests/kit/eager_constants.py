@@ -1,10 +1,10 @@
 """Patches that evaluate four eager operations with NumPy instead of a compiled program.
 
-jax compiles a program for each eager operation and shape, in about 10 ms. A third of the programs of the tests only
-make constants: `jnp.asarray(numpy_array)` (`stage`), `jnp.zeros` and the like (`broadcast_in_dim`), conversions to
-wider types (`convert_element_type`), and `reshape`. The patches give the same bits. They leave conversions that may
-round, subnormal numbers (which XLA replaces by 0), weak types, committed arrays, shardings and keys of random numbers
-to jax, and do not concern operations inside `jax.jit`.
+jax compiles a program for each eager operation and shape, in about 10 ms. In a sample of 901 tests, a third of
+the programs only made constants: `jnp.asarray(numpy_array)` (`stage`), `jnp.zeros` and the like (`broadcast_in_dim`),
+conversions to wider types (`convert_element_type`), and `reshape`. The patches give the same bits. They leave
+conversions that may round, subnormal numbers (which XLA replaces by 0), weak types, committed arrays, shardings and
+keys of random numbers to jax, and do not concern operations inside `jax.jit`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from jax._src.lax import lax
 
 def apply() -> None:
     """Replace the implementations of the primitives, if they are those that the patches were written for."""
-    for primitive, evaluate in EVALUATORS.items():
+    for name, evaluate in EVALUATORS.items():
+        primitive: Any = getattr(lax, name, None)  # jax before 0.11 has no `stage_p`
         known: Any = getattr(primitive, "impl", None)
-        if known is lax._stage_impl or getattr(known, "func", None) is dispatch.apply_primitive:
+        if known is None:
+            continue
+        if known is getattr(lax, "_stage_impl", None) or getattr(known, "func", None) is dispatch.apply_primitive:
             primitive.def_impl(functools.partial(_run, evaluate, known))
 
 
@@ -89,10 +92,10 @@ def _reshape(x: Any, *, new_sizes: Any, dimensions: Any, sharding: Any) -> np.nd
     return None if dimensions is not None or sharding is not None else np.asarray(x).reshape(new_sizes)
 
 
-EVALUATORS: dict[Any, Callable[..., np.ndarray | None]] = {
-    getattr(lax, "stage_p", None): _stage,  # None before jax 0.11
-    lax.broadcast_in_dim_p: _broadcast,
-    lax.convert_element_type_p: _convert,
-    lax.reshape_p: _reshape,
+EVALUATORS: dict[str, Callable[..., np.ndarray | None]] = {
+    "stage_p": _stage,
+    "broadcast_in_dim_p": _broadcast,
+    "convert_element_type_p": _convert,
+    "reshape_p": _reshape,
 }
-"""Function that evaluates a primitive, or returns None."""
+"""Function that evaluates a primitive of `lax`, or returns None."""
