@@ -103,7 +103,7 @@ class EngineThread:
       at_end: function that the thread calls at its end, unless it has failed.
       workers: prefill workers; None to compute all prompts here. Only the thread uses them afterwards.
       starts_checkers: whether the processes that check grammars start at once. Otherwise the first requests with
-        grammars start them, and wait for about a second if the vocabulary has 100,000 tokens.
+        grammars start them, and wait for about half a second if the vocabulary has 100,000 tokens.
     """
 
     def __init__(
