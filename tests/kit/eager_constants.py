@@ -24,9 +24,8 @@ def apply() -> None:
     for name, evaluate in EVALUATORS.items():
         primitive: Any = getattr(lax, name, None)  # jax before 0.11 has no `stage_p`
         known: Any = getattr(primitive, "impl", None)
-        if known is None:
-            continue
-        if known is getattr(lax, "_stage_impl", None) or getattr(known, "func", None) is dispatch.apply_primitive:
+        of_stage: Any = getattr(lax, "_stage_impl", dispatch.apply_primitive)
+        if known is of_stage or getattr(known, "func", None) is dispatch.apply_primitive:
             primitive.def_impl(functools.partial(_run, evaluate, known))
 
 
